@@ -1,0 +1,118 @@
+# Eaglet: raise an EAGLE-3 draft model for a large language model.  Start with `make help`.
+#
+#   prompts ─▶ 01_generate ─▶ 02_prepare ─▶ 03_extract ─▶ 04_train ─▶ 05_eval
+#   └──────────────── runs/TARGET/DATA ────────────────┘  └ runs/TARGET/DATA/NAME ┘
+#
+# Every stage is one script writing one directory.  The script writes done.json last; that file is the make target.  A
+# stage is run again if an upstream done.json is newer or if its flags differ from those recorded in `args`; the script
+# then resumes, confirms, or refuses.  A flag --like-this is the variable LIKE_THIS: on the command line or in
+# env/TARGET.env, never from the environment.  What changes no number (GPUs, ports, workers) is environment: env/local.env.
+
+SHELL       := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS   += --no-builtin-rules
+
+TARGET := smollm2-135m
+DATA   := base
+NAME   := base
+RUNS   := runs
+PYTHON := .venv/bin/python
+
+-include env/local.env
+include env/$(TARGET).env
+
+ifneq ($(filter command line,$(origin API_KEY)),)
+$(error API_KEY on a make command line can be read by everyone who lists processes: export it)
+endif
+
+D := $(RUNS)/$(TARGET)/$(DATA)
+N := $(D)/$(NAME)
+
+# $(call flag,NAME,VARIABLE): "--NAME value" if the command line or an env file sets the variable.
+flag = $(if $(filter-out undefined environment,$(origin $2)),$(if $($2),--$1 $($2)))
+# $(call changed,DIR,FLAGS): FORCE if DIR was last made with other flags.
+changed = $(if $(findstring <$(strip $2)>,$(file <$1/args)),,FORCE)
+FORCE:
+
+##@ Pipeline
+GENERATE := $(if $(filter self:%,$(PROMPTS)),--prompts $(PROMPTS)) $(call flag,api,API) $(call flag,api-model,API_MODEL) \
+  $(call flag,temperature,TEMPERATURE) $(call flag,answer-tokens,ANSWER_TOKENS) \
+  $(call flag,question-tokens,QUESTION_TOKENS) $(call flag,generate-dtype,GENERATE_DTYPE)
+PROMPT_FILE := $(filter-out self:%,$(PROMPTS))
+generate: $(D)/01_generate/done.json  ## 01  let the target answer the prompts
+$(D)/01_generate/done.json: $(PROMPT_FILE) $(call changed,$(D)/01_generate,$(GENERATE)) | $(MODEL)
+	$(PYTHON) scripts/01_generate.py $(if $(PROMPT_FILE),--prompts $(PROMPT_FILE)) --model $(MODEL) --out $(@D) $(GENERATE)
+
+PREPARE := $(call flag,max-seq-len,MAX_SEQ_LEN) $(call flag,val-share,VAL_SHARE)
+prepare: $(D)/02_prepare/done.json  ## 02  token ids, loss mask, token counts
+$(D)/02_prepare/done.json: $(D)/01_generate/done.json $(call changed,$(D)/02_prepare,$(PREPARE))
+	$(PYTHON) scripts/02_prepare.py --answers $(D)/01_generate --model $(MODEL) --out $(@D) $(PREPARE)
+
+EXTRACT := $(call flag,layer-ids,LAYER_IDS) $(call flag,extract-dtype,EXTRACT_DTYPE)
+extract: $(D)/03_extract/done.json  ## 03  dump the target's hidden states
+$(D)/03_extract/done.json: $(D)/02_prepare/done.json $(call changed,$(D)/03_extract,$(EXTRACT))
+	$(PYTHON) scripts/03_extract.py --tokens $(D)/02_prepare --model $(MODEL) --out $(@D) $(EXTRACT)
+
+TRAIN := $(call flag,draft-vocab,DRAFT_VOCAB) $(call flag,epochs,EPOCHS) $(call flag,batch-tokens,BATCH_TOKENS) \
+  $(call flag,lr,LR) $(call flag,warmup-ratio,WARMUP_RATIO) $(call flag,weight-decay,WEIGHT_DECAY) \
+  $(call flag,ttt-steps,TTT_STEPS) $(call flag,seed,SEED)
+train: $(N)/04_train/done.json  ## 04  train the draft model, export it
+$(N)/04_train/done.json: $(D)/03_extract/done.json $(call changed,$(N)/04_train,$(TRAIN))
+	$(PYTHON) scripts/04_train.py --tokens $(D)/02_prepare --states $(D)/03_extract --model $(MODEL) --out $(@D) $(TRAIN)
+
+EVAL := $(call flag,eval-rows,EVAL_ROWS) $(call flag,eval-tokens,EVAL_TOKENS) \
+  $(call flag,eval-concurrency,EVAL_CONCURRENCY) $(call flag,eval-dtype,EVAL_DTYPE)
+EVAL_PROMPTS := $(D)/02_prepare/heldout.jsonl models/humaneval.jsonl
+eval: $(N)/05_eval/done.json  ## 05  acceptance length and speed-up, served by SGLang
+$(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EVAL)) | $(filter models/%,$(EVAL_PROMPTS))
+	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
+
+all: eval  ## everything, in order
+demo: setup  ## the whole flow on SmolLM2-135M, from nothing; ends with a report
+	@$(MAKE) --no-print-directory all TARGET=smollm2-135m API= API_MODEL=
+	@cat $(RUNS)/smollm2-135m/$(DATA)/$(NAME)/05_eval/report.md
+
+##@ Watch
+plan:  ## the commands that GOAL (all) would run, and nothing else
+	@$(MAKE) --no-print-directory -n $(or $(GOAL),all) | grep -v '^make' || echo "nothing to do"
+status:  ## one line a stage: done or how far, what it cost, which commit made it
+	@$(PYTHON) scripts/status.py $(RUNS)
+
+##@ Set-up and tests
+DEVICE ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
+PINS   := env/requirements$(if $(filter cpu,$(DEVICE)),-cpu).txt
+setup: .venv/$(DEVICE)  ## make .venv for this machine (DEVICE=cpu|cuda) and patch its SGLang
+.venv/cpu: $(wildcard env/requirements-cpu.txt)
+	python3 -m venv .venv
+	.venv/bin/pip install -q torch==2.13.0
+	.venv/bin/pip install -q --no-deps -r $<
+	echo 'import sys; sys.path.insert(0, "$(CURDIR)/env/cpu")' > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/eaglet_cpu.pth"
+	$(PYTHON) patches/apply.py
+	touch $@
+.venv/cuda: $(wildcard env/requirements.txt)
+	python3 -m venv .venv
+	.venv/bin/pip install -q -r $<
+	$(PYTHON) patches/apply.py
+	touch $@
+patch:  ## apply the hidden-states patch to the installed SGLang
+	$(PYTHON) patches/apply.py
+models/smollm2-135m:
+	$(PYTHON) scripts/embedded.py smollm2 $@
+models/humaneval.jsonl:
+	$(PYTHON) scripts/embedded.py humaneval $@
+test: setup models/smollm2-135m  ## everything that a CPU can test
+	$(PYTHON) -m pytest -q tests
+test-fast: setup  ## what needs no server
+	$(PYTHON) -m pytest -q -m "not slow" tests
+
+##@ Help
+help:  ## this text
+	@awk -F ':.*## ' '/^##@ /{print "\n" substr($$0,5)} /^[a-z-]+:.*## /{printf "  make %-10s %s\n",$$1,$$2}' Makefile
+	@printf '\nTARGET=%s (of: %s)  DATA=%s  NAME=%s  RUNS=%s\n' '$(TARGET)' '$(patsubst env/%.env,%,$(filter-out env/local.env,$(wildcard env/*.env)))' '$(DATA)' '$(NAME)' '$(RUNS)'
+	@printf '%s\n' '01: $(strip $(GENERATE))' '02: $(strip $(PREPARE))' '03: $(strip $(EXTRACT))' '04: $(strip $(TRAIN))' '05: $(strip $(EVAL))'
+	@printf 'Change a setting on the command line: make train NAME=hot LR=3e-4\n'
+
+.PHONY: generate prepare extract train eval all demo plan status setup patch test test-fast help FORCE

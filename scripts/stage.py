@@ -1,0 +1,272 @@
+"""One stage: one directory, one command, one done.json.
+
+A stage directory holds `args` (the command and the inputs that made it), its products and, last, `done.json`: the only
+sign of completeness, for make, for a script run by hand and for ssh alike.  The same command resumes it; a changed
+command is refused, or with REDO=1 in the environment starts over beside the old result, which is renamed, never deleted.
+
+    args    line 1    <the flags as typed, without paths>     what make compares
+            line 2..  every flag with its value, defaults included, and the hash of every input: what this module compares
+
+An argument whose value is a Path says *where*; every other one says *what*, and changes the numbers.
+"""
+import argparse
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+
+import progress
+from progress import log
+
+ROOT = Path(__file__).resolve().parents[1]
+CHILD = ["setpriv", "--pdeathsig", "KILL", "--"]  # prefix of a command that must not outlive this process, kill -9 included
+# The log belongs to progress.py: libraries draw no bars.  Models are directories: nothing is looked up on a hub.
+for _name, _value in {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1",
+                      "TOKENIZERS_PARALLELISM": "false", "LOGURU_LEVEL": "ERROR"}.items():
+    os.environ.setdefault(_name, _value)
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Refused(Exception):
+    """What the user can mend, in one sentence: file, line or row, the value found and the value wanted.  Exit code 2."""
+
+
+class Stopped(Exception):
+    """TERM or INT reached a safe point."""
+
+
+def arguments(doc):
+    """An argument parser whose help is the script's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def run(main):
+    """Call main() and end the process: 0 done, 2 refused, 143 / 130 stopped by TERM / INT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _on_signal)
+    code = 0
+    try:
+        main()
+    except Refused as error:
+        log(f"refused: {error}")
+        code = 2
+    except Stopped:
+        log(f"stopped by {signal.Signals(_signal['number']).name}; the same command goes on from here")
+        code = 128 + _signal["number"]
+    except Exception as error:
+        if getattr(error, "errno", None) in DISK_FULL:
+            log(f"refused: {error.filename or 'write'}: {error.strerror}; make room, then the same command goes on")
+            code = 2
+        else:
+            traceback.print_exc()
+            code = 1
+    progress.stop()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # at once: requests still in flight belong to a server that is gone and would be retried for a minute
+        os._exit(code)
+
+
+_signal = {"number": None, "time": 0.0}
+
+
+def _on_signal(number, frame):
+    now = time.time()
+    if _signal["number"] is None:
+        _signal.update(number=number, time=now)
+        log(f"{signal.Signals(number).name}: stopping at the next safe point")
+    elif now - _signal["time"] > 10:  # a repeat within 10 s is the same wish (Ctrl-C reaches the whole group at once)
+        log(f"{signal.Signals(number).name} again: stopping at once")
+        os._exit(128 + number)  # whatever runs is abandoned as by kill -9, which every stage survives
+
+
+def stop_requested():
+    return _signal["number"] is not None
+
+
+def check_stop():
+    """A safe point: raise Stopped if TERM or INT has come."""
+    if stop_requested():
+        raise Stopped
+
+
+def begin(args):
+    """Claim args.out for this command and return it.  Exits 0 if it is finished, refuses if another command made it.
+
+    Every other Path in `args` is an input and must be there: a finished stage, a model directory, or a file.
+    """
+    out = args.out
+    if "RANK" in os.environ:  # the process that became torchrun has claimed it
+        progress.start(out)
+        return out
+    values = vars(args)
+    if not (out.parent.is_dir() or out.exists()):
+        out.parent.mkdir(parents=True)
+    wanted = [f"{_flag(k)} {_text(v)}" for k, v in values.items() if not _is_path(v)]
+    wanted += [f"{k} {' '.join(identity(p) for p in _paths(v))}" for k, v in values.items() if _is_path(v) and k != "out"]
+    first = f"<{typed(sys.argv[1:], values)}>"
+    out.mkdir(exist_ok=True)
+    _lock(out)
+    record = out / "args"
+    found = record.read_text().split("\n")[1:-1] if record.exists() else None
+    if found is not None and found != wanted:
+        if os.environ.get("REDO") != "1":
+            raise Refused(_difference(out, found, wanted))
+        aside = out.with_name(f"{out.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        out.rename(aside)
+        log(f"kept the previous result in {aside}")
+        out.mkdir()
+        _lock(out)
+    elif found is None and any(p.name != ".lock" for p in out.iterdir()):
+        raise Refused(f"{out} holds files but no record of the command that made them; move it away or name another --out")
+    write(record, "\n".join([first, *wanted]) + "\n")
+    if (out / "done.json").exists():
+        os.utime(out / "done.json")
+        log(f"{out} is done already; delete it to start afresh")
+        sys.exit(0)
+    progress.start(out)
+    return out
+
+
+def finish(out, rows_in, rows_out, dropped, **summary):
+    """Publish `out`: write done.json, last.  Every row that went in came out or was dropped for a reason."""
+    dropped = {reason: n for reason, n in sorted(dropped.items()) if n}
+    if rows_in != rows_out + sum(dropped.values()):
+        raise AssertionError(f"{rows_in} rows in, {rows_out} out, dropped {dropped}: rows are unaccounted for")
+    record = {"rows_in": rows_in, "rows_out": rows_out, "dropped": dropped, **summary,
+              "seconds": round(progress.seconds(), 1), "commit": commit(), "finished": time.strftime("%FT%T")}
+    progress.stop()
+    write(out / "done.json", json.dumps(record, indent=1) + "\n")
+    drops = f", dropped {sum(dropped.values())} ({', '.join(f'{r} {n}' for r, n in dropped.items())})" if dropped else ""
+    log(f"done: {rows_in} rows in, {rows_out} out{drops}; {progress.span(record['seconds'])}")
+
+
+def done(directory):
+    """The record of a finished stage."""
+    return json.loads((Path(directory) / "done.json").read_text())
+
+
+def torchrun():
+    """Replace this process by NPROC ranks of the same command, unless it is one of them or NPROC is 1."""
+    ranks = os.environ.get("NPROC", "1")
+    if "RANK" not in os.environ and ranks != "1":
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                                  f"--nproc-per-node={ranks}", "--no-python", *CHILD, sys.executable, *sys.argv])
+
+
+def write(path, data):
+    """Write a file (text or bytes) so that it is either absent or complete, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@contextmanager
+def directory(path):
+    """Fill a temporary directory that becomes `path` when the block ends: absent or complete."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    yield temporary
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
+
+
+def identity(path):
+    """What a path is, whatever its name: a finished stage by its done.json, a file by its content, a model by
+    `model_identity`."""
+    path = Path(path)
+    if path.is_file():
+        return _sha(path.read_bytes())
+    if (path / "done.json").exists():
+        return _sha((path / "done.json").read_bytes())
+    if (path / "config.json").exists():
+        return model_identity(path)
+    if not path.exists():
+        raise Refused(f"{path} does not exist")
+    raise Refused(f"{path} is neither a finished stage (no done.json: run its stage first) nor a model (no config.json)")
+
+
+def model_identity(path):
+    """Hash of a model directory: its small files whole; of each weight file the size and 64 blocks spread over it,
+    since hashing a terabyte takes an hour and a changed checkpoint changes everywhere."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as f:
+            if size <= 1 << 24:
+                digest.update(f.read())
+            else:
+                for k in range(64):
+                    f.seek(k * (size - 4096) // 63)
+                    digest.update(f.read(4096))
+    return digest.hexdigest()[:16]
+
+
+def commit():
+    """Which code this is: git's short hash, `-dirty` if edited, or `unknown` outside a checkout."""
+    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return git.stdout.strip() or "unknown"
+
+
+def typed(argv, values):
+    """The flags of `argv` as typed, without those whose value is a path."""
+    kept, keep = [], True
+    for word in argv:
+        if word.startswith("--"):
+            keep = not _is_path(values.get(word[2:].split("=")[0].replace("-", "_")))
+        if keep:
+            kept.append(word)
+    return " ".join(kept)
+
+
+def _lock(out):
+    """Hold OUT/.lock as long as this process lives, so that a second one on the same directory is refused."""
+    global _held
+    _held = open(out / ".lock", "w")
+    os.set_inheritable(_held.fileno(), True)  # torchrun replaces this process and goes on holding it
+    try:
+        fcntl.flock(_held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refused(f"another process is working in {out}") from None
+
+
+def _difference(out, found, wanted):
+    then, now = [[line for line in a if line not in b] for a, b in ((found, wanted), (wanted, found))]
+    return (f"{out} was made by another command or from other inputs; then: {'; '.join(then) or '(nothing)'}; "
+            f"now: {'; '.join(now) or '(nothing)'}.  Keep both with another NAME or DATA (by hand: another --out), "
+            "or rebuild it and what follows with REDO=1")
+
+
+def _flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def _paths(value):
+    return value if isinstance(value, list) else [value]
+
+
+def _is_path(value):
+    return any(isinstance(v, Path) for v in _paths(value))
+
+
+def _text(value):
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _sha(data):
+    return hashlib.sha256(data).hexdigest()[:16]

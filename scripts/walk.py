@@ -1,0 +1,52 @@
+"""Walk greedy answers as a speculating server does, with proposals known for every position, and count what is accepted.
+
+At position j the server holds token j + 1 and asks the draft for `steps` further ones; it accepts the first a that
+equal its own greedy tokens, adds one of its own, and goes on at j + a + 1.  An acceptance length is 1 + the mean of a.
+Every draft whose proposals can be computed offline is judged so: the trained one (where this must agree with what the
+server measures), an untrained one, and the most frequent token for ever.
+"""
+from collections import Counter
+
+
+def walk(proposals, ids, prompt_length):
+    """How often a proposals were accepted, {a: count}, on one row.
+
+    proposals[k][j]: token proposed for position j + 2 + k when the draft has read up to j; ids: prompt and greedy answer.
+    """
+    accepted, j = Counter(), prompt_length - 1
+    while j + 2 < len(ids):
+        a = 0
+        while a < len(proposals) and j + 2 + a < len(ids) and proposals[a][j] == ids[j + 2 + a]:
+            a += 1
+        accepted[a] += 1
+        j += a + 1
+    return accepted
+
+
+def acceptance_length(accepted):
+    """1 + accepted proposals per verification, pooled: {a: count} or a list of counts."""
+    pairs = list(accepted.items() if isinstance(accepted, dict) else enumerate(accepted))
+    return 1 + sum(a * n for a, n in pairs) / max(1, sum(n for _, n in pairs))
+
+
+def by_position(accepted, steps=3):
+    """Share of verifications that accepted at least 1, 2 .. `steps` proposals."""
+    pairs = list(accepted.items() if isinstance(accepted, dict) else enumerate(accepted))
+    total = max(1, sum(n for _, n in pairs))
+    return [round(sum(n for a, n in pairs if a >= k) / total, 4) for k in range(1, steps + 1)]
+
+
+def of_draft(draft, ids, aux, steps=3):
+    """Proposals [steps][T - 1] of a speculators draft for one row: ids [T], aux states [T, 3 H]."""
+    import torch
+
+    x = torch.tensor([ids])
+    with torch.no_grad():
+        found = draft(hidden_states=aux[None, :-1], input_ids=x[:, 1:],
+                      document_ids=torch.zeros(1, len(ids) - 1, dtype=torch.long), ttt_steps=steps)
+    return [(t + draft.d2t[t] if draft.d2t is not None else t)[0].tolist() for t in found]
+
+
+def of_token(token, ids, steps=3):
+    """Proposals of a draft that knows one token."""
+    return [[token] * len(ids)] * steps
