@@ -31,44 +31,51 @@ endif
 D := $(RUNS)/$(TARGET)/$(DATA)
 N := $(D)/$(NAME)
 
-# $(call flag,NAME,VARIABLE): "--NAME value" if the command line or an env file sets the variable.
-flag = $(if $(filter-out undefined environment,$(origin $2)),$(if $($2),--$1 $($2)))
+# $(call flags,VARIABLES): "--like-this value" for every LIKE_THIS that the command line or an env file sets.
+flags = $(foreach v,$1,$(if $(filter-out undefined environment,$(origin $v)),$(if $($v),--$(shell tr A-Z_ a-z- <<< $v) $($v))))
 # $(call changed,DIR,FLAGS): FORCE if DIR was last made with other flags.
 changed = $(if $(findstring <$(strip $2)>,$(file <$1/args)),,FORCE)
 FORCE:
 
 ##@ Pipeline
-GENERATE := $(if $(filter self:%,$(PROMPTS)),--prompts $(PROMPTS)) $(call flag,api,API) $(call flag,api-model,API_MODEL) \
-  $(call flag,temperature,TEMPERATURE) $(call flag,answer-tokens,ANSWER_TOKENS) \
-  $(call flag,question-tokens,QUESTION_TOKENS) $(call flag,generate-dtype,GENERATE_DTYPE)
+GENERATE_FLAGS := API API_MODEL TEMPERATURE ANSWER_TOKENS QUESTION_TOKENS GENERATE_DTYPE
 PROMPT_FILE := $(filter-out self:%,$(PROMPTS))
+GENERATE := $(addprefix --prompts ,$(filter self:%,$(PROMPTS))) $(call flags,$(GENERATE_FLAGS))
 generate: $(D)/01_generate/done.json  ## 01  let the target answer the prompts
-$(D)/01_generate/done.json: $(PROMPT_FILE) $(call changed,$(D)/01_generate,$(GENERATE)) | $(MODEL)
-	$(PYTHON) scripts/01_generate.py $(if $(PROMPT_FILE),--prompts $(PROMPT_FILE)) --model $(MODEL) --out $(@D) $(GENERATE)
+$(D)/01_generate/done.json: $(PROMPT_FILE) $(call changed,$(D)/01_generate,$(GENERATE)) | $(filter models/smollm2-135m,$(MODEL))
+	$(PYTHON) scripts/01_generate.py $(addprefix --prompts ,$(PROMPT_FILE)) --model $(MODEL) --out $(@D) $(GENERATE)
 
-PREPARE := $(call flag,max-seq-len,MAX_SEQ_LEN) $(call flag,val-share,VAL_SHARE)
+PREPARE_FLAGS := MAX_SEQ_LEN VAL_SHARE
+PREPARE := $(call flags,$(PREPARE_FLAGS))
 prepare: $(D)/02_prepare/done.json  ## 02  token ids, loss mask, token counts
 $(D)/02_prepare/done.json: $(D)/01_generate/done.json $(call changed,$(D)/02_prepare,$(PREPARE))
 	$(PYTHON) scripts/02_prepare.py --answers $(D)/01_generate --model $(MODEL) --out $(@D) $(PREPARE)
 
-EXTRACT := $(call flag,layer-ids,LAYER_IDS) $(call flag,extract-dtype,EXTRACT_DTYPE)
+EXTRACT_FLAGS := LAYER_IDS EXTRACT_DTYPE
+EXTRACT := $(call flags,$(EXTRACT_FLAGS))
 extract: $(D)/03_extract/done.json  ## 03  dump the target's hidden states
 $(D)/03_extract/done.json: $(D)/02_prepare/done.json $(call changed,$(D)/03_extract,$(EXTRACT))
 	$(PYTHON) scripts/03_extract.py --tokens $(D)/02_prepare --model $(MODEL) --out $(@D) $(EXTRACT)
 
-TRAIN := $(call flag,draft-vocab,DRAFT_VOCAB) $(call flag,epochs,EPOCHS) $(call flag,batch-tokens,BATCH_TOKENS) \
-  $(call flag,lr,LR) $(call flag,warmup-ratio,WARMUP_RATIO) $(call flag,weight-decay,WEIGHT_DECAY) \
-  $(call flag,ttt-steps,TTT_STEPS) $(call flag,seed,SEED)
+TRAIN_FLAGS := DRAFT_VOCAB EPOCHS BATCH_TOKENS LR WARMUP_RATIO WEIGHT_DECAY TTT_STEPS SEED
+TRAIN := $(call flags,$(TRAIN_FLAGS))
 train: $(N)/04_train/done.json  ## 04  train the draft model, export it
 $(N)/04_train/done.json: $(D)/03_extract/done.json $(call changed,$(N)/04_train,$(TRAIN))
 	$(PYTHON) scripts/04_train.py --tokens $(D)/02_prepare --states $(D)/03_extract --model $(MODEL) --out $(@D) $(TRAIN)
 
-EVAL := $(call flag,eval-rows,EVAL_ROWS) $(call flag,eval-tokens,EVAL_TOKENS) \
-  $(call flag,eval-concurrency,EVAL_CONCURRENCY) $(call flag,eval-dtype,EVAL_DTYPE)
+EVAL_FLAGS := EVAL_ROWS EVAL_TOKENS EVAL_CONCURRENCY EVAL_DTYPE
+EVAL := $(call flags,$(EVAL_FLAGS))
 EVAL_PROMPTS := $(D)/02_prepare/heldout.jsonl models/humaneval.jsonl
 eval: $(N)/05_eval/done.json  ## 05  acceptance length and speed-up, served by SGLang
-$(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EVAL)) | $(filter models/%,$(EVAL_PROMPTS))
+$(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EVAL)) | $(filter models/humaneval.jsonl,$(EVAL_PROMPTS))
 	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
+
+MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
+  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL
+KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS EVAL_PROMPTS $(MACHINE) \
+  $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
+UNKNOWN := $(filter-out $(KNOWN),$(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o)))))
+$(if $(UNKNOWN),$(error no such setting: $(UNKNOWN).  There are $(KNOWN)))
 
 all: eval  ## everything, in order
 demo: setup  ## the whole flow on SmolLM2-135M, from nothing; ends with a report
@@ -77,7 +84,7 @@ demo: setup  ## the whole flow on SmolLM2-135M, from nothing; ends with a report
 
 ##@ Watch
 plan:  ## the commands that GOAL (all) would run, and nothing else
-	@$(MAKE) --no-print-directory -n $(or $(GOAL),all) | grep -v '^make' || echo "nothing to do"
+	@commands=$$($(MAKE) --no-print-directory -n $(or $(GOAL),all) | sed '/^make.*Nothing to be done/d'); printf '%s\n' "$${commands:-nothing to do}"
 status:  ## one line a stage: done or how far, what it cost, which commit made it
 	@$(PYTHON) scripts/status.py $(RUNS)
 

@@ -61,6 +61,8 @@ def arguments():
     args = p.parse_args()
     if bool(args.api) != bool(args.api_model):
         p.error("--api and --api-model go together")
+    if "@" in args.api or "?" in args.api:
+        p.error("--api holds more than an address: keys and passwords belong into API_KEY, which is stored nowhere")
     return args
 
 
@@ -140,7 +142,8 @@ def invent(api, args, tokenizer, opening, wanted, out):
                 reason = unusable(text, choice["finish_reason"], seen)
                 if reason:
                     reject.write({"id": f"self-{number}", "reason": reason})
-                    progress.advance(0, dropped=number + 1 - len(kept))
+                    rejected.add(f"self-{number}")
+                    progress.advance(0, dropped=len(rejected))
                 else:
                     seen.add(key(text))
                     kept.add(f"self-{number}")

@@ -59,10 +59,10 @@ def main():
     counts = vocab.load_counts(args.tokens / "token_freq.pt")
     target_vocab = contract.text_config(args.model).vocab_size
     d2t, t2d = vocab.mapping(counts, min(args.draft_vocab, target_vocab), target_vocab, always=made["end_of_turn_ids"])
-    draft = trainer.build_draft(args.model, made["layer_ids"], d2t, t2d, args.ttt_steps, args.seed)
-
-    progress.phase("planning the epochs")
     ranks = trainer.Ranks()
+    draft = trainer.build_draft(args.model, made["layer_ids"], d2t, t2d, args.ttt_steps, args.seed,
+                                attention="simple_flex_attention" if ranks.device.type == "cuda" else "sdpa")
+    progress.phase("planning the epochs")
     data = trainer.Data(args.tokens, args.states, args.batch_tokens, args.epochs, args.seed, ranks)
     run = trainer.Trainer(draft, data, args, out, ranks)
     trained, frozen = (sum(p.numel() for p in draft.parameters() if p.requires_grad is wanted) for wanted in (True, False))

@@ -64,7 +64,7 @@ def main():
     if not any(row["accepted"] for row in drafted["rows"]):
         raise Refused(f"{out}/sglang.log: the server reports no verification; it did not use the draft")
     results = summarize(prompts, plain, drafted)
-    results["walked"] = other_drafts(args, made, prompts, plain) if states.reference_fits(args.model) else "not run"
+    results["walked"] = other_drafts(args, made, prompts, plain) if states.reference_device(args.model) else "not run"
     results["settings"] = {"steps": 3, "top_k": 1, "temperature": 0, "max_tokens": args.eval_tokens, "dtype": args.eval_dtype,
                            "concurrency": args.eval_concurrency, "engine": f"sglang {version('sglang')}"}
     stage.write(out / "results.json", json.dumps(results, indent=1) + "\n")
@@ -108,8 +108,8 @@ def answers(path, prompts, args, draft):
         progress.log(f"{path.name} is there: the pass {name} is not repeated")
         return json.loads(path.read_text())
     rows, seconds = [None] * len(prompts), {}
-    with serve(args.model, path.parent / "sglang.log", args.eval_dtype, draft=draft, cache_prefixes=False,
-               max_requests=args.eval_concurrency, wait_for=f"starting SGLang {name}") as url:
+    with serve(args.model, path.parent / "sglang.log", args.eval_dtype, draft=draft, drafting=True,
+               cache_prefixes=False, max_requests=args.eval_concurrency, wait_for=f"starting SGLang {name}") as url:
         api = Api(url)
 
         def ask(index, tokens=args.eval_tokens):
@@ -156,23 +156,25 @@ def other_drafts(args, made, prompts, plain):
     import torch
 
     import trainer
-    import vocab
 
     progress.phase("loading the target in transformers")
-    target = states.reference(args.model, torch.float32)
-    trained = trainer.load_draft(args.draft / "draft", args.model)
-    untrained = trainer.build_draft(args.model, made["layer_ids"], trained.d2t, trained.t2d, 3).eval()
+    device = states.reference_device(args.model)
+    target = states.reference(args.model, torch.float32, device)
+    trained = trainer.load_draft(args.draft / "draft", args.model).to(device)
+    untrained = trainer.build_draft(args.model, made["layer_ids"], trained.d2t.cpu(), trained.t2d.cpu(), 3, attention="sdpa")
+    drafts = {"trained": trained, "untrained": untrained.to(device).eval()}
     sets = list(dict.fromkeys(p["set"] for p in prompts))
-    accepted = {draft: {name: Counter() for name in sets} for draft in ("trained", "untrained", "most_frequent_token")}
-    frequent = made["most_frequent_token"]
+    accepted = {draft: {name: Counter() for name in sets} for draft in (*drafts, "most_frequent_token")}
     progress.phase("walking the answers with the trainer's model", len(prompts), "prompt")
     for prompt, row in zip(prompts, plain["rows"]):
         stage.check_stop()
         ids = prompt["ids"] + row["ids"]
         aux = target(ids, made["layer_ids"])[:, :3].flatten(1)
-        for name, proposals in (("trained", walk.of_draft(trained, ids, aux)), ("untrained", walk.of_draft(untrained, ids, aux)),
-                                ("most_frequent_token", walk.of_token(frequent, ids))):
-            accepted[name][prompt["set"]] += walk.walk(proposals, ids, len(prompt["ids"]))
+        proposals = {name: [(step + draft.d2t[step]).tolist() for step in
+                            trainer.unroll(draft, torch.tensor(ids, device=device), aux, 3)] for name, draft in drafts.items()}
+        proposals["most_frequent_token"] = [[made["most_frequent_token"]] * len(ids)] * 3
+        for name, proposed in proposals.items():
+            accepted[name][prompt["set"]] += walk.walk(proposed, ids, len(prompt["ids"]))
         progress.advance()
     return {draft: {name: round(walk.acceptance_length(a), 3) for name, a in by_set.items()} for draft, by_set in accepted.items()}
 

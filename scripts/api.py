@@ -16,6 +16,7 @@ from stage import Refused
 
 TRIES = 6                                   # the waits between them: 1, 2, 4, 8, 16 s, jittered, or what Retry-After says
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+GRACE = 60.0
 STOP = {401: "the key is missing or wrong", 402: "the balance is used up", 403: "the key may not use this model"}
 
 
@@ -78,11 +79,11 @@ def in_flight(default=64):
 def each(work, items, limit):
     """Yield work(item) for every item as it completes, at most `limit` in flight.
 
-    On TERM or INT nothing new is started, what is in flight is still yielded (it may be paid for), then Stopped is
-    raised.  An exception of `work` is raised at once; requests then in flight end with their server.
+    On TERM or INT nothing new is started, what is in flight is still yielded for GRACE seconds (it may be paid for), then
+    Stopped is raised.  An exception of `work` is raised at once; requests then in flight end with their server.
     """
     pool = ThreadPoolExecutor(limit)
-    items, running, more = iter(items), set(), True
+    items, running, more, until = iter(items), set(), True, None
     try:
         while running or more:
             while more and len(running) < limit and not stage.stop_requested():
@@ -93,8 +94,10 @@ def each(work, items, limit):
             finished, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
             for future in finished:
                 yield future.result()
-            if stage.stop_requested() and not running:
-                stage.check_stop()
+            if stage.stop_requested():
+                until = until or time.monotonic() + GRACE
+                if not running or time.monotonic() > until:
+                    stage.check_stop()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

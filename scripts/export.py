@@ -129,9 +129,9 @@ def compare(out, model, ids, aux, steps=3):
     draft = trainer.load_draft(out / "draft", model)
     seen = []
     hook = draft.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits[0]))
-    n = len(ids) - 1
-    draft(hidden_states=aux[None, :-1], input_ids=ids[None, 1:], document_ids=torch.zeros(1, n, dtype=torch.long), ttt_steps=steps)
+    trainer.unroll(draft, ids, aux, steps)
     hook.remove()
+    n = len(ids) - 1
     served = Served(out / "sglang", draft.embed_tokens.weight)
     logits, states, cache = served.extend(ids[1:], aux[:-1])
     worst = (logits - seen[0]).abs().max()

@@ -10,19 +10,18 @@ from stage import Refused
 
 def read(path):
     """Yield (line number, object) of a file; Refused names file and line where a line is no JSON object."""
-    with open(path, encoding="utf-8", newline="\n") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except ValueError as error:
-                        raise Refused(f"{path} line {number}: not JSON ({error})") from None
-                    if not isinstance(row, dict):
-                        raise Refused(f"{path} line {number}: a {type(row).__name__}, wanted an object")
-                    yield number, row
-        except UnicodeDecodeError as error:
-            raise Refused(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line.decode())
+                except UnicodeDecodeError:
+                    raise Refused(f"{path} line {number}: not UTF-8") from None
+                except ValueError as error:
+                    raise Refused(f"{path} line {number}: not JSON ({error})") from None
+                if not isinstance(row, dict):
+                    raise Refused(f"{path} line {number}: a {type(row).__name__}, wanted an object")
+                yield number, row
 
 
 class Appender:
@@ -32,10 +31,14 @@ class Appender:
     def __init__(self, path):
         if path.exists():
             _repair(path)
-        self.file = open(path, "a", encoding="utf-8", newline="\n")
+        self.file = open(path, "ab")
 
     def write(self, row):
-        self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        try:
+            line = json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # half an emoji, which JSON can hold and UTF-8 can't
+            line = json.dumps(row).encode()
+        self.file.write(line + b"\n")
         self.file.flush()
 
     def close(self):

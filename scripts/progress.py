@@ -23,7 +23,7 @@ from pathlib import Path
 
 NAME = Path(sys.argv[0]).stem
 RANK = int(os.environ.get("RANK", 0))
-LOG_EVERY = float(os.environ.get("LOG_EVERY", 30))
+LOG_EVERY = max(0.1, float(os.environ.get("LOG_EVERY", 30)))
 SAVE_EVERY = 5.0
 RATE_WINDOW = 120.0  # seconds; long enough to smooth a checkpoint, short enough to follow a change of load
 
@@ -32,7 +32,10 @@ def log(message):
     """Print one time-stamped line; control characters, which model text may hold, are replaced."""
     if RANK == 0:
         text = "".join(c if c.isprintable() else " " for c in str(message))
-        print(f"{time.strftime('%H:%M:%S')} {NAME:<12} {text}", flush=True)
+        try:
+            os.write(1, f"{time.strftime('%H:%M:%S')} {NAME:<12} {text}\n".encode(errors="replace"))  # no buffer to lose
+        except OSError:  # a log on a full disk, or whose reader has gone, must not kill what it reports
+            pass
 
 
 def span(seconds):

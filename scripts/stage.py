@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import progress
@@ -46,7 +47,8 @@ class Stopped(Exception):
 
 def arguments(doc):
     """An argument parser whose help is the script's docstring."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                   allow_abbrev=False)  # a shortened flag would be another command to `args`
 
 
 def run(main):
@@ -109,24 +111,23 @@ def begin(args):
         progress.start(out)
         return out
     values = vars(args)
-    if not (out.parent.is_dir() or out.exists()):
-        out.parent.mkdir(parents=True)
     wanted = [f"{_flag(k)} {_text(v)}" for k, v in values.items() if not _is_path(v)]
     wanted += [f"{k} {' '.join(identity(p) for p in _paths(v))}" for k, v in values.items() if _is_path(v) and k != "out"]
     first = f"<{typed(sys.argv[1:], values)}>"
-    out.mkdir(exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     _lock(out)
     record = out / "args"
     found = record.read_text().split("\n")[1:-1] if record.exists() else None
     if found is not None and found != wanted:
         if os.environ.get("REDO") != "1":
             raise Refused(_difference(out, found, wanted))
-        aside = out.with_name(f"{out.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        aside = next(p for n in count() if not (p := out.with_name(f"{out.name}.{stamp}{f'-{n}' * (n > 0)}")).exists())
         out.rename(aside)
         log(f"kept the previous result in {aside}")
         out.mkdir()
         _lock(out)
-    elif found is None and any(p.name != ".lock" for p in out.iterdir()):
+    elif found is None and any(not p.name.startswith(".") for p in out.iterdir()):
         raise Refused(f"{out} holds files but no record of the command that made them; move it away or name another --out")
     write(record, "\n".join([first, *wanted]) + "\n")
     if (out / "done.json").exists():
@@ -181,8 +182,14 @@ def directory(path):
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     yield temporary
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(temporary, path)
+    if path.exists():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(path, old)
+        os.replace(temporary, path)
+        shutil.rmtree(old)
+    else:
+        os.replace(temporary, path)
 
 
 def identity(path):

@@ -4,7 +4,6 @@
     token_ids      int64 [T]            equal to the dataset's input_ids of that row
 """
 import os
-from functools import cache
 from pathlib import Path
 
 from stage import Refused
@@ -85,29 +84,30 @@ class Head:
         return (states * scale * self.norm) @ self.head.T
 
 
-@cache
-def reference_fits(model):
-    """Whether transformers can hold the target in float32 within half of the free memory."""
+def reference_device(model, allowed=("cuda", "cpu")):
+    """Where transformers can hold the target in float32 within half of the free memory: "cuda", "cpu" or None."""
     import psutil
+    import torch
 
-    size = sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
-    return 2 * size < psutil.virtual_memory().available / 2
+    size = 2 * sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
+    if "cuda" in allowed and torch.cuda.is_available() and size < torch.cuda.mem_get_info()[0] / 2:
+        return "cuda"
+    return "cpu" if size < psutil.virtual_memory().available / 2 else None
 
 
-def reference(model, dtype):
-    """A function ids [T] -> states [T, 4, H] (float32) computed by transformers, for layers named at the call."""
+def reference(model, dtype, device="cpu"):
+    """A function (ids [T], layer ids) -> states [T, 4, H] (float32, on `device`) computed by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa").eval()
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa").eval().to(device)
     last = []
-    decoder = target.get_decoder()
-    decoder.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
+    target.get_decoder().norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
 
     @torch.no_grad()
     def states(ids, layer_ids):
         last.clear()
-        hidden = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        hidden = target(torch.tensor([ids], device=device), output_hidden_states=True).hidden_states
         return torch.stack([hidden[i][0] for i in layer_ids] + [last[0][0]], dim=1).float()
 
     return states

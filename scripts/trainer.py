@@ -22,10 +22,13 @@ METRICS_EVERY = 10                                               # steps between
 SAVE_EVERY = float(os.environ.get("SAVE_EVERY", 1200))           # seconds between checkpoints; epoch ends save too
 
 
-def build_draft(model, layer_ids, d2t, t2d, ttt_steps, seed=0):
+def build_draft(model, layer_ids, d2t, t2d, ttt_steps, seed=0, attention="sdpa"):
     """A fresh draft for the target `model`, in the recipe that SGLang serves: one Llama layer with full attention, no
     norm before the residual, EAGLE-3.1 norms (fc_norm, norm_output: +7.2 % acceptance length on Qwen3-8B, speculators
-    PR 610); embedding and head are the target's, frozen."""
+    PR 610); embedding and head are the target's, frozen.
+
+    attention: simple_flex_attention compiles for a GPU and has no backward on a CPU; sdpa took 0.58 s a step there, eager
+    0.87."""
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train.cli import create_transformer_layer_config
 
@@ -35,12 +38,7 @@ def build_draft(model, layer_ids, d2t, t2d, ttt_steps, seed=0):
     return Eagle3DraftModel.from_training_args(
         layer, t2d=t2d, d2t=d2t, draft_vocab_size=len(d2t), verifier_name_or_path=str(model), ttt_steps=ttt_steps,
         target_layer_ids=list(layer_ids), norm_before_residual=False, norm_before_fc=False, fc_norm=True, norm_output=True,
-        draft_attn_impl=attention()).float()
-
-
-def attention():
-    """flex attention has no backward on a CPU; sdpa took 0.58 s a step there, eager 0.87."""
-    return "simple_flex_attention" if torch.cuda.is_available() else "sdpa"
+        draft_attn_impl=attention).float()
 
 
 def load_draft(directory, model):
@@ -48,9 +46,21 @@ def load_draft(directory, model):
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
     config = Eagle3SpeculatorConfig.from_pretrained(directory)
-    config.transformer_layer_config._attn_implementation = attention()  # else flex, which a CPU can't run
+    config.transformer_layer_config._attn_implementation = "sdpa"       # else flex, which a CPU can't run
     config.speculators_config.verifier.name_or_path = str(model)        # the run may have moved since it was written
     return Eagle3DraftModel.from_pretrained(directory, config=config).float().eval()
+
+
+def unroll(draft, ids, aux, steps):
+    """Run a loaded draft over one row, fed with the true tokens as in training.
+
+    ids int64 [T], aux [T, 3 H]; returns the proposals [steps][T - 1], in the draft's vocabulary: number j of step k is for
+    token j + 2 + k.  Eagerly: speculators compiles its forward wherever a GPU is, which one row is not worth.
+    """
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        found = draft(hidden_states=aux[None, :-1], input_ids=ids[None, 1:], ttt_steps=steps,
+                      document_ids=torch.zeros(1, len(ids) - 1, dtype=torch.long, device=ids.device))
+    return [step[0] for step in found]
 
 
 class Ranks:

@@ -35,18 +35,3 @@ def by_position(accepted, steps=3):
     total = max(1, sum(n for _, n in pairs))
     return [round(sum(n for a, n in pairs if a >= k) / total, 4) for k in range(1, steps + 1)]
 
-
-def of_draft(draft, ids, aux, steps=3):
-    """Proposals [steps][T - 1] of a speculators draft for one row: ids [T], aux states [T, 3 H]."""
-    import torch
-
-    x = torch.tensor([ids])
-    with torch.no_grad():
-        found = draft(hidden_states=aux[None, :-1], input_ids=x[:, 1:],
-                      document_ids=torch.zeros(1, len(ids) - 1, dtype=torch.long), ttt_steps=steps)
-    return [(t + draft.d2t[t] if draft.d2t is not None else t)[0].tolist() for t in found]
-
-
-def of_token(token, ids, steps=3):
-    """Proposals of a draft that knows one token."""
-    return [[token] * len(ids)] * steps

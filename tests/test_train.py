@@ -1,0 +1,159 @@
+"""04_train as a process on a tiny target: resumes exactly, tells what it does, exports what it trained.
+
+The states come from transformers, so no server is needed.
+"""
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from running import ROOT, kill_when, script
+
+pytestmark = pytest.mark.slow
+FLAGS = ["--draft-vocab", 200, "--epochs", 3, "--batch-tokens", 256, "--lr", "2e-3"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny, tmp_path_factory):
+    """02_prepare's and 03_extract's directories for 30 rows of random ids on the tiny target."""
+    import torch
+    from safetensors.torch import save_file
+
+    import contract
+    import states
+
+    root = tmp_path_factory.mktemp("prepared")
+    draw = random.Random(0)
+    answers = root / "01_generate"
+    answers.mkdir()
+    rows = [{"id": f"r{i}", "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+             "finish_reason": "length", "prompt_ids": [draw.randrange(3, 250) for _ in range(10)],
+             "answer_ids": [draw.randrange(3, 60) for _ in range(draw.randrange(20, 90))]} for i in range(30)]
+    (answers / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (answers / "done.json").write_text("{}")
+    script("02_prepare", "--answers", answers, "--model", tiny, "--out", root / "02_prepare")
+    extracted = root / "03_extract"
+    extracted.mkdir()
+    layers, target = contract.layer_ids(tiny), states.reference(tiny, torch.float32)
+    for i, row in enumerate(rows):
+        ids = row["prompt_ids"] + row["answer_ids"]
+        save_file({"hidden_states": target(ids, layers).to(torch.bfloat16), "token_ids": torch.tensor(ids)},
+                  states.file_of(extracted, i))
+    contract.write(extracted, root / "02_prepare", layer_ids=layers, layer_meaning=contract.STATE, last_state=contract.LAST,
+                   dtype="float32", engine="transformers")
+    (extracted / "done.json").write_text("{}")
+    return root
+
+
+def command(prepared, tiny, out):
+    return ["scripts/04_train.py", "--tokens", prepared / "02_prepare", "--states", prepared / "03_extract", "--model", tiny,
+            "--out", out, *FLAGS]
+
+
+def train(prepared, tiny, out, code=0, **env):
+    return script("04_train", *command(prepared, tiny, out)[1:], code=code, **env)
+
+
+def numbers(out):
+    """What must not depend on interruptions: every logged number but time and speed, and the exported bytes."""
+    logged = [{k: v for k, v in json.loads(line).items() if k not in ("time", "tokens_per_s")}
+              for name in ("metrics", "validation") for line in (out / f"{name}.jsonl").read_text().splitlines()]
+    return logged, (out / "sglang" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared, tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed") / "04_train"
+    return train(prepared, tiny, out), out
+
+
+def test_the_log_opens_with_what_will_be_done(undisturbed):
+    output, out = undisturbed
+    steps = json.loads((out / "done.json").read_text())["steps"]
+    for wanted in (f"{steps} steps, 0 of them warm-up", "parameters trainable", "frozen", "rows,", "tokens to train on",
+                   "starting from scratch", f"step {steps}/{steps}  100.0%"):
+        assert wanted in output
+    assert all(len(line) <= 200 and line[2] == ":" for line in output.splitlines()), output
+
+
+def test_it_learns_and_logs_the_promised_fields(undisturbed):
+    _, out = undisturbed
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert set(rows[0]) >= {"step", "time", "loss", "acc", "lr", "tokens_per_s"}
+    assert len(rows[0]["acc"]) == 3
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert (out / "curves.png").stat().st_size > 5000
+
+
+def test_killed_three_times_at_random_it_ends_bit_for_bit_as_undisturbed(undisturbed, prepared, tiny, tmp_path):
+    out, seed = tmp_path / "04_train", time.time_ns()
+    print("seed", seed)
+    draw = random.Random(seed)
+    resumed = 0
+    for _ in range(3):
+        done = len(list((out / "checkpoints").glob("step*"))) if out.exists() else 0
+        newest = max((p.name for p in (out / "checkpoints").glob("step*")), default="") if done else ""
+        output, _ = kill_when(command(prepared, tiny, out), lambda: any(p.name > newest for p in (out / "checkpoints").glob("step*")),
+                              delay=draw.random() * 0.5, SAVE_EVERY="0")
+        resumed += "resuming at step" in output
+    output = train(prepared, tiny, out, SAVE_EVERY="0")
+    assert resumed + ("resuming at step" in output) >= 3 or "is done already" in output
+    assert numbers(out) == numbers(undisturbed[1])
+
+
+def test_stopped_by_term_it_saves_exits_143_and_goes_on(undisturbed, prepared, tiny, tmp_path):
+    out = tmp_path / "04_train"
+    process = subprocess.Popen([sys.executable, *map(str, command(prepared, tiny, out))], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ})
+    for line in process.stdout:
+        if "held out after step" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 143, output
+    assert "the same command goes on from here" in output
+    assert "resuming at step" in train(prepared, tiny, out)
+    assert numbers(out) == numbers(undisturbed[1])
+
+
+def test_two_ranks_train_all_rows_and_speak_with_one_voice(undisturbed, prepared, tiny, tmp_path):
+    output = train(prepared, tiny, tmp_path / "04_train", NPROC="2", OMP_NUM_THREADS="1")
+    lines = [line for line in output.splitlines() if " 04_train " in line]
+    assert sum("2 rank(s)" in line for line in lines) == 1
+    assert sum("done: 30 rows in, 30 out" in line for line in lines) == 1
+    one, two = (json.loads((out / "validation.jsonl").read_text().splitlines()[-1])
+                for out in (undisturbed[1], tmp_path / "04_train"))
+    assert abs(one["loss"] - two["loss"]) < 0.1 * one["loss"]
+
+
+def test_states_of_other_tokens_are_refused(prepared, tiny, tmp_path):
+    import shutil
+
+    copy = tmp_path / "states"
+    shutil.copytree(prepared / "03_extract", copy)
+    shutil.copy(copy / "hs_3.safetensors", copy / "hs_4.safetensors")
+    output = script("04_train", "--tokens", prepared / "02_prepare", "--states", copy, "--model", tiny, "--out", tmp_path / "out",
+                    *FLAGS, code=2)
+    assert "states of other token ids" in output
+
+
+def test_a_row_longer_than_a_pack_is_refused_before_training(prepared, tiny, tmp_path):
+    output = script("04_train", "--tokens", prepared / "02_prepare", "--states", prepared / "03_extract", "--model", tiny,
+                    "--out", tmp_path / "out", "--batch-tokens", 64, code=2)
+    assert "raise --batch-tokens or lower --max-seq-len" in output
+
+
+def test_a_contract_of_another_target_is_refused(prepared, tiny, tmp_path):
+    import shutil
+
+    copy = tmp_path / "states"
+    shutil.copytree(prepared / "03_extract", copy)
+    record = json.loads((copy / "contract.json").read_text())
+    (copy / "contract.json").write_text(json.dumps({**record, "last_state": "post-norm"}))
+    output = script("04_train", "--tokens", prepared / "02_prepare", "--states", copy, "--model", tiny, "--out", tmp_path / "out",
+                    *FLAGS, code=2)
+    assert "says last_state = post-norm, but here it is pre-norm" in output
