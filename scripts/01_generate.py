@@ -28,7 +28,7 @@ from pathlib import Path
 import progress
 import stage
 from api import Api, Rejected, each, in_flight
-from chat import load_tokenizer, looping, user_turn
+from chat import load_tokenizer, looping, question, user_turn
 from jsonl import Appender, read
 from sglang_server import serve
 from stage import Refused
@@ -94,12 +94,8 @@ def copy_prompts(path, out):
     lines = []
     with Appender(out / "rejected.jsonl") as reject:
         for number, row in read(path):
-            messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-            while messages and messages[-1].get("role") == "assistant":
-                messages = messages[:-1]
-            if not messages or not isinstance(messages[-1].get("content"), (str, list)):
-                raise Refused(f'{path} line {number}: wanted {{"messages": [...]}} that ask something, or {{"prompt": "..."}}')
-            name = str(row.get("id") or hashlib.sha256(repr(messages).encode()).hexdigest()[:16])
+            messages = question(row, f"{path} line {number}")
+            name = str(row["id"]) if row.get("id") is not None else hashlib.sha256(repr(messages).encode()).hexdigest()[:16]
             if name in seen and "id" in row:
                 raise Refused(f"{path} line {number}: id {name} stands in line {seen[name]} too")
             if name in seen:
@@ -181,26 +177,14 @@ def answer(api, args, out):
     extra = {"return_prompt_token_ids": True, "return_token_ids": True} if sglang else {}
 
     def ask(prompt):
-        digest = int(hashlib.sha256(prompt["id"].encode()).hexdigest(), 16)
-        temperature = args.temperature[digest % len(args.temperature)]
+        temperature = args.temperature[int(hashlib.sha256(prompt["id"].encode()).hexdigest(), 16) % len(args.temperature)]
         try:
             reply = api.post("/chat/completions", {
                 "model": args.api_model or args.model.name, "messages": prompt["messages"], "temperature": temperature,
                 "top_p": 1.0, "max_tokens": args.answer_tokens, **extra})
+            return prompt["id"], answered(prompt, reply, temperature), None
         except Rejected as rejection:
             return prompt["id"], None, str(rejection)
-        if not reply.get("choices"):
-            return prompt["id"], None, "no choices"
-        choice = reply["choices"][0]
-        text = choice["message"].get("content") or ""
-        tokens = choice.get("response_token_ids") or text.split()
-        row = {"id": prompt["id"], "messages": [*prompt["messages"], {"role": "assistant", "content": text}],
-               "finish_reason": choice.get("finish_reason"), "usage": reply.get("usage"), "model": reply.get("model"),
-               "temperature": temperature}
-        if choice.get("prompt_token_ids") and choice.get("response_token_ids"):
-            row |= {"prompt_ids": choice["prompt_token_ids"], "answer_ids": choice["response_token_ids"]}
-        reason = "empty answer" if not text.strip() else "answer loops" if looping(tokens) else None
-        return prompt["id"], row, reason
 
     progress.phase("answering", total, "row", done=total - len(waiting))
     tokens = rejected = 0
@@ -211,8 +195,31 @@ def answer(api, args, out):
                 rejected += 1
             else:
                 rows.write(row)
-                tokens += (row["usage"] or {}).get("completion_tokens", 0)
+                tokens += (row["usage"] or {}).get("completion_tokens") or 0
             progress.advance(answer_tokens=tokens, rejected=rejected)
+
+
+def answered(prompt, reply, temperature):
+    """The row of a reply; Rejected with the reason where it is no answer to train on."""
+    if not reply.get("choices"):
+        raise Rejected("no choices")
+    try:
+        choice = reply["choices"][0]
+        text, finish, usage = choice["message"].get("content") or "", choice.get("finish_reason"), reply.get("usage") or {}
+        prompt_ids, answer_ids = choice.get("prompt_token_ids"), choice.get("response_token_ids")
+    except (LookupError, TypeError, AttributeError):
+        raise Rejected("reply without an answer") from None
+    if not isinstance(text, str):
+        raise Rejected("answer is no text")
+    if finish not in ("stop", "length"):
+        raise Rejected(f"finish {finish}")
+    if not text.strip():
+        raise Rejected("empty answer")
+    if looping(answer_ids or text.split()):
+        raise Rejected("answer loops")
+    row = {"id": prompt["id"], "messages": [*prompt["messages"], {"role": "assistant", "content": text}],
+           "finish_reason": finish, "usage": usage, "model": reply.get("model"), "temperature": temperature}
+    return {**row, "prompt_ids": prompt_ids, "answer_ids": answer_ids} if prompt_ids and answer_ids else row
 
 
 def ids(path):

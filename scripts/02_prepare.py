@@ -54,8 +54,10 @@ def main():
     progress.phase("tokenizing", rows_in, "row")
 
     def samples():
-        for _, row in read(args.answers / "rows.jsonl"):
+        for number, row in read(args.answers / "rows.jsonl"):
             stage.check_stop()
+            if not isinstance(row.get("id"), str):
+                raise Refused(f"{args.answers}/rows.jsonl line {number}: id is {row.get('id')!r}, wanted a text")
             try:
                 ids, mask = chat.sample(tokenizer, row, end_ids)
                 if len(ids) > args.max_seq_len:
@@ -74,9 +76,10 @@ def main():
 
     features = Features({"input_ids": Sequence(Value("int64")), "loss_mask": Sequence(Value("int64")),
                          "seq_len": Value("int64"), "id": Value("string"), "split": Value("string")})
-    data = Dataset.from_list(list(samples()), features=features)
-    if not len(data) or not counts:
+    rows = list(samples())
+    if not counts:
         raise Refused(f"no row of {args.answers}/rows.jsonl can be trained; dropped: {dict(dropped)}")
+    data = Dataset.from_list(rows, features=features)
     splits, tokens = Counter(data["split"]), sum(data["seq_len"])
     data.set_format("torch")  # speculators compares rows with torch.equal; the format is stored with the dataset
     with stage.directory(out / "dataset") as temporary:

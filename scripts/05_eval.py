@@ -83,11 +83,8 @@ def prompts_of(path, tokenizer, limit):
     """[{set, id, ids}] of a file: prompts rendered by the target's chat template."""
     found = []
     for number, row in read(path):
-        messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-        if not isinstance(messages[-1].get("content"), (str, list)):
-            raise Refused(f'{path} line {number}: wanted {{"messages": [...]}} or {{"prompt": "..."}}')
         try:
-            ids = chat.render(tokenizer, messages, answer_next=True)
+            ids = chat.render(tokenizer, chat.question(row, f"{path} line {number}"), answer_next=True)
         except chat.Dropped as reason:
             raise Refused(f"{path} line {number}: {reason}") from None
         found.append({"set": path.stem, "id": str(row.get("id", number)), "ids": ids})

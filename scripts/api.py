@@ -40,10 +40,11 @@ class Api:
                 reply = self._session().post(self.url + path, json=body, timeout=self.timeout)
                 code, answer = reply.status_code, _json(reply)
                 error = answer.get("error") if isinstance(answer, dict) else None
-                if code == 200 and not error:
+                if code == 200 and isinstance(answer, dict) and not error:
                     return answer
-                if code == 200:  # a router reports its provider's failure inside a success
-                    code = error.get("code", 502) if isinstance(error, dict) else 502
+                if code == 200:  # a router reports its provider's failure inside a success; a proxy sends a page
+                    code = error.get("code") if isinstance(error, dict) else None
+                    code = int(code) if str(code).isdigit() else 502
                 problem = f"HTTP {code}"
                 wait_s = max(wait_s, _seconds(reply.headers.get("Retry-After")))
             except requests.RequestException as failure:
@@ -52,8 +53,10 @@ class Api:
                 raise Refused(f"{strip_credentials(self.url)} answered {code}: {STOP[code]}")
             if code not in AGAIN:
                 raise Rejected(f"http {code}")
-            if attempt + 1 < TRIES:
-                time.sleep(wait_s)
+            until = time.monotonic() + wait_s
+            while attempt + 1 < TRIES and time.monotonic() < until:
+                stage.check_stop()
+                time.sleep(0.1)
         raise Refused(f"{strip_credentials(self.url)} failed {TRIES} times in a row for one request, last with {problem}")
 
     def has(self, path):
@@ -63,11 +66,15 @@ class Api:
         except requests.RequestException:
             return False
 
+    def _sign(self, request):
+        if self.key:
+            request.headers["Authorization"] = f"Bearer {self.key}"
+        return request
+
     def _session(self):
         if not hasattr(self.local, "session"):
             self.local.session = requests.Session()
-            if self.key:
-                self.local.session.headers["Authorization"] = f"Bearer {self.key}"
+            self.local.session.auth = self._sign  # set also without a key: else requests looks for one in ~/.netrc
         return self.local.session
 
 
@@ -93,7 +100,8 @@ def each(work, items, limit):
                     more = False
             finished, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
             for future in finished:
-                yield future.result()
+                if not isinstance(future.exception(), stage.Stopped):  # a retry that gave up: its item stays undone
+                    yield future.result()
             if stage.stop_requested():
                 until = until or time.monotonic() + GRACE
                 if not running or time.monotonic() > until:

@@ -42,13 +42,24 @@ def end_of_turn_ids(tokenizer, model):
     return ids - {None}
 
 
-def render(tokenizer, messages, answer_next):
-    """Ids [T] of a conversation by the chat template; with `answer_next` it ends where the assistant begins to answer."""
+def question(row, where):
+    """The messages that a row of prompts asks with: {"messages"} without trailing answers, or {"prompt"}; Refused else."""
+    messages = row.get("messages") if "messages" in row else [{"role": "user", "content": row.get("prompt")}]
+    if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
+        while messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        content = messages[-1].get("content") if messages else None
+        if isinstance(content, list) and content or isinstance(content, str) and content.strip():
+            return messages
+    raise Refused(f'{where}: wanted {{"messages": [...]}} that ask something, or {{"prompt": "..."}}')
+
+
+def render(tokenizer, messages, answer_next, tokenize=True):
+    """Ids [T] (or the text) of a conversation by the chat template; with `answer_next` it ends where the assistant begins."""
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=answer_next, tokenize=True, return_dict=False)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=answer_next, tokenize=tokenize, return_dict=False)
     except Exception as error:  # jinja raises what the template's author chose
         raise Dropped("chat template failed") from error
-    return list(ids)
 
 
 def sample(tokenizer, row, end_ids):
@@ -63,8 +74,13 @@ def sample(tokenizer, row, end_ids):
         messages = row.get("messages") or []
         if len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise Dropped("no answer")
-        if not (messages[-1].get("content") or "").strip():
+        text = messages[-1].get("content") or ""
+        if not isinstance(text, str):
+            raise Dropped("answer is no text")
+        if not text.strip():
             raise Dropped("empty answer")
+        if text.strip() not in render(tokenizer, messages, answer_next=False, tokenize=False):
+            raise Dropped("template rewrites the answer")
         prompt = render(tokenizer, messages[:-1], answer_next=True)
         whole = render(tokenizer, messages, answer_next=False)
         if whole[:len(prompt)] != prompt:

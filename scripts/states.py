@@ -37,6 +37,8 @@ def check(path, ids, hidden_size):
         data = load_file(path)
     except SafetensorError as error:
         raise Refused(f"{path.name} can't be read ({error})") from None
+    if not {"hidden_states", "token_ids"} <= data.keys():
+        raise Refused(f"{path.name} holds {sorted(data)}, wanted hidden_states and token_ids")
     states, found = data["hidden_states"], data["token_ids"]
     if not torch.equal(found, torch.tensor(ids)):
         raise Refused(f"{path.name} holds other token ids than those sent: {found[:8].tolist()}... for {ids[:8]}...")

@@ -172,6 +172,8 @@ def _run(argv, environment, stdout, stderr):
     for number, path in ((1, stdout), (2, stderr)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
+    for name in ("RANK", "NPROC", "REDO", "LOG_EVERY"):  # what the caller's shell may have set
+        os.environ.pop(name, None)
     os.environ.update(environment)
     sys.argv = argv
     sys.path.insert(0, str(SCRIPTS))

@@ -135,7 +135,6 @@ def test_thinking_is_kept_in_the_trained_answer_where_the_template_strips_it_fro
     assert trained == "<think>b</think>two<|im_end|>" and "<think>a" not in prompt and "one" in prompt
 
 
-@pytest.mark.xfail(strict=True, reason="chat.sample does not look whether the rendered answer still holds the row's text")
 def test_an_answer_that_the_template_shortens_is_dropped(family):
     tokenizer, ends = family("think_never")
     chat.sample(tokenizer, row("Q", "two"), ends)
@@ -182,7 +181,6 @@ def test_a_conversation_without_an_answered_question_is_dropped(family, messages
         chat.sample(tokenizer, {"messages": messages}, ends)
 
 
-@pytest.mark.xfail(strict=True, reason="chat.sample calls strip() on whatever the content is: AttributeError ends 02")
 @pytest.mark.parametrize("content", [[{"type": "text", "text": "A"}], 7, {"text": "A"}])
 def test_an_answer_that_is_no_text_is_dropped(family, content):
     tokenizer, ends = family("chatml")
@@ -362,14 +360,12 @@ def test_a_finished_stage_says_so_and_computes_nothing(prepared, tiny_target):
     assert all(p.read_bytes() == data for p, data in before.items())
 
 
-@pytest.mark.xfail(strict=True, reason="02_prepare: KeyError 'id', exit 1")
 def test_a_row_without_an_id_is_refused_with_its_line(tiny_target, tmp_path):
     code, printed = prepare(answers(tmp_path / "01", [GOOD[0], row("Q", "A")]), tmp_path / "02", tiny_target)
     assert code == 2, printed
     assert "rows.jsonl line 2" in refusal(printed)
 
 
-@pytest.mark.xfail(strict=True, reason="02_prepare: Dataset.from_list([]) raises before the refusal is reached, exit 1")
 def test_rows_of_which_none_can_be_trained_are_refused_with_the_reasons(tiny_target, tmp_path):
     code, printed = prepare(answers(tmp_path / "01", BAD), tmp_path / "02", tiny_target)
     assert code == 2, printed
