@@ -20,16 +20,16 @@ requests are in flight; the key comes from API_KEY.
 import argparse
 import hashlib
 import os
-import re
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
 import progress
+import prompts
 import stage
 from api import Api, Rejected, each, in_flight
-from chat import load_tokenizer, looping, question, user_turn
-from jsonl import Appender, read
+from chat import load_tokenizer, looping, user_turn
+from jsonl import Appender, ids, read
 from sglang_server import serve
 from stage import Refused
 
@@ -69,106 +69,25 @@ def arguments():
 def main():
     args = arguments()
     out = stage.begin(args)
-    if args.api:
-        server = nullcontext(args.api)
-    else:
-        server = serve(args.model, out / "sglang.log", args.generate_dtype, max_requests=in_flight())
-    tokenizer = load_tokenizer(args.model)
+    name, opening = args.api_model or args.model.name, None
     if isinstance(args.prompts, Path):  # bad input is found before a server is started
-        copy_prompts(args.prompts, out)
-    opening = user_turn(tokenizer) if not isinstance(args.prompts, Path) else None
+        prompts.copy(args.prompts, out)
+    else:
+        opening = user_turn(load_tokenizer(args.model))
+    if args.api:
+        server, key = nullcontext(args.api), os.environ.get("API_KEY")
+    else:
+        server, key = serve(args.model, out / "sglang.log", args.generate_dtype, max_requests=in_flight()), None
     with server as url:
-        api = Api(url if args.api else url + "/v1", os.environ.get("API_KEY") if args.api else None)
+        api = Api(url if args.api else url + "/v1", key)
         if opening:
-            invent(api, args, tokenizer, opening, int(args.prompts[5:]), out)
-        answer(api, args, out)
-    prompts, rows, rejected = (ids(out / f"{name}.jsonl") for name in ("prompts", "rows", "rejected"))
-    dropped = Counter(row["reason"] for _, row in read(out / "rejected.jsonl"))
-    stage.finish(out, len(prompts | rejected), len(rows), dropped)
+            prompts.invent(api, name, opening, int(args.prompts[5:]), args.question_tokens, out)
+        answer(api, name, args, out)
+    asked, rows, rejected = (ids(out / f"{stem}.jsonl") for stem in ("prompts", "rows", "rejected"))
+    stage.finish(out, len(asked | rejected), len(rows), Counter(row["reason"] for _, row in read(out / "rejected.jsonl")))
 
 
-def copy_prompts(path, out):
-    """prompts.jsonl from the user's file: ids made where they lack, exact duplicates without an id dropped and counted."""
-    seen = {}
-    rejected = ids(out / "rejected.jsonl")
-    lines = []
-    with Appender(out / "rejected.jsonl") as reject:
-        for number, row in read(path):
-            messages = question(row, f"{path} line {number}")
-            name = str(row["id"]) if row.get("id") is not None else hashlib.sha256(repr(messages).encode()).hexdigest()[:16]
-            if name in seen and "id" in row:
-                raise Refused(f"{path} line {number}: id {name} stands in line {seen[name]} too")
-            if name in seen:
-                if f"{name}-line{number}" not in rejected:
-                    reject.write({"id": f"{name}-line{number}", "reason": "duplicate prompt"})
-                continue
-            seen[name] = number
-            lines.append({"id": name, "messages": messages})
-    if not lines:
-        raise Refused(f"{path} holds no prompt")
-    (out / "prompts.jsonl").unlink(missing_ok=True)
-    with Appender(out / "prompts.jsonl") as file:
-        for line in lines:
-            file.write(line)
-
-
-def invent(api, args, tokenizer, opening, wanted, out):
-    """Let the target invent user questions until `wanted` are kept, in at most four times as many tries."""
-    prefix, stop = opening
-    kept, rejected = ids(out / "prompts.jsonl"), ids(out / "rejected.jsonl")
-    seen = {key(row["messages"][-1]["content"]) for _, row in read(out / "prompts.jsonl")} if kept else set()
-    tries = 1 + max((int(name.split("-")[1]) for name in kept | rejected if name.startswith("self-")), default=-1)
-    model = args.api_model or args.model.name
-    body = {"model": model, "prompt": prefix, "max_tokens": args.question_tokens, "temperature": 1.0, **stop}
-
-    def ask(number):
-        try:
-            return number, api.post("/completions", body)["choices"][0]
-        except Rejected as rejection:
-            raise Refused(f"--prompts self:N needs raw completions, which this API does not offer ({rejection}): "
-                          "give --prompts FILE") from None
-
-    progress.phase("inventing questions", wanted, "question", done=len(kept))
-    with Appender(out / "prompts.jsonl") as prompts, Appender(out / "rejected.jsonl") as reject:
-        while len(kept) < wanted and tries < 4 * wanted + 16:
-            batch = range(tries, tries + max(1, min(wanted - len(kept), 4 * wanted + 16 - tries)))
-            tries = batch.stop
-            for number, choice in each(ask, batch, in_flight()):
-                text = choice["text"].strip()
-                reason = unusable(text, choice["finish_reason"], seen)
-                if reason:
-                    reject.write({"id": f"self-{number}", "reason": reason})
-                    rejected.add(f"self-{number}")
-                    progress.advance(0, dropped=len(rejected))
-                else:
-                    seen.add(key(text))
-                    kept.add(f"self-{number}")
-                    prompts.write({"id": f"self-{number}", "messages": [{"role": "user", "content": text}]})
-                    progress.advance()
-    if not kept:
-        raise Refused(f"{args.model} invented no usable question in {tries} tries: give --prompts FILE")
-    if len(kept) < wanted:
-        progress.log(f"{tries} tries gave {len(kept)} of {wanted} questions")
-
-
-def key(text):
-    return re.sub(r"\W+", " ", str(text).lower()).strip()
-
-
-def unusable(text, finish, seen):
-    """Why an invented question is not worth answering, or None."""
-    if finish == "length":
-        return "question cut"
-    if not text:
-        return "question empty"
-    if looping(text.split()):
-        return "question loops"
-    if len(text.split()) < 3 or "\ufffd" in text or not all(c.isprintable() or c in "\n\t" for c in text):
-        return "question is junk"
-    return "question duplicate" if key(text) in seen else None
-
-
-def answer(api, args, out):
+def answer(api, model, args, out):
     """Answer every prompt that is neither in rows.jsonl nor in rejected.jsonl yet."""
     finished = ids(out / "rows.jsonl") | ids(out / "rejected.jsonl")
     total = len(ids(out / "prompts.jsonl"))
@@ -180,7 +99,7 @@ def answer(api, args, out):
         temperature = args.temperature[int(hashlib.sha256(prompt["id"].encode()).hexdigest(), 16) % len(args.temperature)]
         try:
             reply = api.post("/chat/completions", {
-                "model": args.api_model or args.model.name, "messages": prompt["messages"], "temperature": temperature,
+                "model": model, "messages": prompt["messages"], "temperature": temperature,
                 "top_p": 1.0, "max_tokens": args.answer_tokens, **extra})
             return prompt["id"], answered(prompt, reply, temperature), None
         except Rejected as rejection:
@@ -220,15 +139,6 @@ def answered(prompt, reply, temperature):
     row = {"id": prompt["id"], "messages": [*prompt["messages"], {"role": "assistant", "content": text}],
            "finish_reason": finish, "usage": usage, "model": reply.get("model"), "temperature": temperature}
     return {**row, "prompt_ids": prompt_ids, "answer_ids": answer_ids} if prompt_ids and answer_ids else row
-
-
-def ids(path):
-    """The ids in a JSON Lines file; none if there is no such file."""
-    if not path.exists():
-        return set()
-    with Appender(path):  # repairs a line that a kill tore
-        pass
-    return {row["id"] for _, row in read(path)}
 
 
 if __name__ == "__main__":
