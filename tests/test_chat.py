@@ -142,6 +142,12 @@ def test_an_answer_that_the_template_shortens_is_dropped(family):
         chat.sample(tokenizer, row("Q", "<think>b</think>two"), ends)
 
 
+def test_an_answer_that_the_template_shortens_is_dropped_though_the_question_quotes_it(family):
+    tokenizer, ends = family("think_never")
+    with pytest.raises(Dropped):
+        chat.sample(tokenizer, row("Say <think>b</think>two", "<think>b</think>two"), ends)
+
+
 def test_a_template_that_opens_answers_in_another_way_than_it_renders_them_drops_the_row(family):
     tokenizer, ends = family("think_open")
     with pytest.raises(Dropped, match="template rewrites history"):
