@@ -105,7 +105,7 @@ def answers(path, prompts, args, draft):
         progress.log(f"{path.name} is there: the pass {name} is not repeated")
         return json.loads(path.read_text())
     rows, seconds = [None] * len(prompts), {}
-    with serve(args.model, path.parent / "sglang.log", args.eval_dtype, draft=draft, drafting=True,
+    with serve(args.model, path.parent / "sglang.log", args.eval_dtype, draft=draft,
                cache_prefixes=False, max_requests=args.eval_concurrency, wait_for=f"starting SGLang {name}") as url:
         api = Api(url)
 

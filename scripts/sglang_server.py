@@ -37,12 +37,11 @@ def device():
 
 
 @contextmanager
-def serve(model, log, dtype="bfloat16", draft=None, drafting=False, capture=None, cache_prefixes=True, max_requests=64,
+def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes=True, max_requests=64,
           wait_for="starting SGLang"):
     """Start a server of `model`, yield its URL, stop it.
 
     draft           directory of an EAGLE-3 draft: serve with speculation, chain of 3 proposals (top-k 1)
-    drafting        use the kernels that a draft needs; without `draft`, the baseline that it is compared with
     capture         list of --forward-hooks specs (patches/hidden_states_hook.py): a server to extract from
     cache_prefixes  keep the radix cache; off where rows must be computed in full or timed alike
     max_requests    how many requests run at once
@@ -55,7 +54,7 @@ def serve(model, log, dtype="bfloat16", draft=None, drafting=False, capture=None
                Path(model).name, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-running-requests", str(max_requests), "--skip-server-warmup",
                *([] if cache_prefixes else ["--disable-radix-cache"]),
                *(_capture_flags(capture) if capture else []), *(_draft_flags(draft) if draft else []),
-               *(_cpu_flags(max_requests, drafting) if device() == "cpu" else []),
+               *(_cpu_flags(max_requests) if device() == "cpu" else []),
                *shlex.split(os.environ.get("SGLANG_ARGS", ""))]
     paths = [str(PATCHES), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1",
@@ -139,13 +138,12 @@ def _draft_flags(draft):
             "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 
 
-def _cpu_flags(max_requests, drafting):
+def _cpu_flags(max_requests):
     # intel_amx named twice, not as --attention-backend: without AMX that flag is silently turned back to torch_native,
     # with which SGLang refuses EAGLE.  --sleep-on-idle: the idle scheduler burned a core (100 % -> 1 %).
-    kernels = (["--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"] if drafting else
-               ["--attention-backend", "torch_native"])
-    return ["--device", "cpu", *kernels, "--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle",
-            "--mem-fraction-static", "0.3", "--max-total-tokens", str(max(8192, 1024 * max_requests))]
+    return ["--device", "cpu", "--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx",
+            "--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle", "--mem-fraction-static", "0.3",
+            "--max-total-tokens", str(max(8192, 1024 * max_requests))]
 
 
 def _free_port():

@@ -6,6 +6,7 @@ states as a server does).  Source: EAGLE-3 (arXiv 2503.01840); speculators 0.9.0
 import json
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,13 +159,20 @@ class Data:
         workers = int(os.environ.get("WORKERS", 4 if self.ranks.device.type == "cuda" else 0))
         mine = [group[self.ranks.rank] for group in groups]
         loader = torch.utils.data.DataLoader(self.samples, batch_sampler=mine, collate_fn=self.collate, num_workers=workers,
-                                             multiprocessing_context="spawn" if workers else None,
+                                             multiprocessing_context="fork" if workers else None,  # spawned ones import
+                                             worker_init_fn=_leave_signals_to_the_parent,          # torch: 10 to 20 s
                                              pin_memory=self.ranks.device.type == "cuda")
         for group, pack, batch in zip(groups, mine, loader):
             if batch["error_records"]:
                 raise Refused(f"of the rows {pack} at least one has states of other token ids: extract again")
             share = self.count(self.trained, [pack]) / max(1, self.count(self.trained, group))
             yield {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}, share
+
+
+def _leave_signals_to_the_parent(worker):
+    """A loader worker ends with its parent, which stops at a safe point and still needs batches until then."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Trainer:
@@ -184,7 +192,7 @@ class Trainer:
         self.optimizer, = build_optimizers(self.draft, SimpleNamespace(optimizer="adamw", lr=args.lr,
                                                                        weight_decay=args.weight_decay))
         self.scheduler = get_linear_schedule_with_warmup(self.optimizer, self.warmup, self.total)
-        self.loss = resolve_loss_config("kl_div", "fused" if ranks.device.type == "cuda" else "eager")  # fused: Triton
+        self.loss = resolve_loss_config("kl_div", "eager")  # "fused" (Triton) fails inside torch.compile of torch 2.11
         self.step, self.saved = 0, time.monotonic()
         self.sums, self.reported, self.begun = self.no_sums(), 0, (0, time.monotonic())
 
