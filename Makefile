@@ -110,10 +110,12 @@ models/smollm2-135m:
 	$(PYTHON) scripts/embedded.py smollm2 $@
 models/humaneval.jsonl:
 	$(PYTHON) scripts/embedded.py humaneval $@
+# Two files of tests at a time, each process on one core: SGLang's threads that wait for each other's core stop it dead.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 --dist loadfile
 test: setup models/smollm2-135m  ## everything that a CPU can test
-	$(PYTHON) -m pytest -q tests
+	$(PYTEST) tests
 test-fast: setup  ## what needs no server
-	$(PYTHON) -m pytest -q -m "not slow" tests
+	$(PYTEST) -m "not slow" tests
 
 ##@ Help
 help:  ## this text

@@ -25,16 +25,14 @@ def main():
         end = time.time() + 600
         while time.time() < end:
             stage.check_stop()
-            if len(sys.argv) > 3:
-                raise ValueError("planted")
             time.sleep(0.2)
 
 stage.run(main)
 """
 
 
-def start(model, log, *more, **env):
-    return subprocess.Popen([sys.executable, "-c", PARENT, str(model), str(log), *more], text=True, stdout=subprocess.PIPE,
+def start(model, log, **env):
+    return subprocess.Popen([sys.executable, "-c", PARENT, str(model), str(log)], text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(SCRIPTS), **env})
 
 
@@ -73,15 +71,6 @@ def test_no_process_is_left_when_the_parent_is_killed(tiny, tmp_path):
     assert gone(children)
 
 
-def test_an_exception_stops_the_server_and_is_raised(tiny, tmp_path):
-    parent = start(tiny, tmp_path / "log", "raise")
-    url_of(parent)
-    children = family(parent)
-    assert parent.wait(60) == 1
-    assert "planted" in parent.stdout.read()
-    assert gone(children)
-
-
 def test_a_server_that_dies_at_its_start_is_told_at_once_with_its_last_lines(tiny, tmp_path):
     parent = start(tiny, tmp_path / "log", SGLANG_ARGS="--no-such-flag")
     output, _ = parent.communicate(timeout=300)
@@ -99,9 +88,11 @@ def test_a_server_that_is_killed_in_use_is_told(tiny, tmp_path):
     time.sleep(1)
     server = next(p for p in family(parent) if "sglang.launch_server" in " ".join(p.cmdline()))
     server.kill()
+    children = family(parent)
     output, _ = parent.communicate(timeout=300)
     assert parent.returncode == 2
     assert "the SGLang server died (SIGKILL)" in output
+    assert gone(children)
 
 
 def test_a_server_that_never_answers_is_given_up(tiny, tmp_path):
