@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHILD = ["setpriv", "--pdeathsig", "KILL", "--"]  # prefix of a command that must not outlive this process, kill -9 included
 # The log belongs to progress.py: libraries draw no bars.  Models are directories: nothing is looked up on a hub.
 for _name, _value in {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1",
-                      "TOKENIZERS_PARALLELISM": "false", "LOGURU_LEVEL": "ERROR"}.items():
+                      "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "LOGURU_LEVEL": "ERROR"}.items():
     os.environ.setdefault(_name, _value)
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -65,8 +65,8 @@ def run(main):
         log(f"stopped by {signal.Signals(_signal['number']).name}; the same command goes on from here")
         code = 128 + _signal["number"]
     except Exception as error:
-        if getattr(error, "errno", None) in DISK_FULL:
-            log(f"refused: {error.filename or 'write'}: {error.strerror}; make room, then the same command goes on")
+        if full := _disk_full(error):
+            log(f"refused: {full}; make room, then the same command goes on")
             code = 2
         else:
             traceback.print_exc()
@@ -76,6 +76,18 @@ def run(main):
     sys.stderr.flush()
     if code:  # at once: requests still in flight belong to a server that is gone and would be retried for a minute
         os._exit(code)
+
+
+def _disk_full(error):
+    """The sentence of a full disk, if that is what an exception or one that led to it says; libraries (torch.save,
+    safetensors) wrap the system's error in their own."""
+    while error is not None:
+        if getattr(error, "errno", None) in DISK_FULL:
+            return f"{error.filename or 'write'}: {error.strerror}"
+        if "No space left on device" in str(error):
+            return "No space left on device"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 _signal = {"number": None, "time": 0.0}
@@ -197,7 +209,8 @@ def identity(path):
     `model_identity`."""
     path = Path(path)
     if path.is_file():
-        return _sha(path.read_bytes())
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     if (path / "done.json").exists():
         return _sha((path / "done.json").read_bytes())
     if (path / "config.json").exists():

@@ -7,6 +7,7 @@ Reads   done.json and progress.json of every stage directory below the folders n
 Writes  nothing
 """
 import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -26,9 +27,10 @@ def line(directory, head):
         now = json.loads((directory / "progress.json").read_text())
     except (OSError, ValueError):
         return "begun"
-    how = "running" if Path(f"/proc/{now['pid']}").exists() else "stopped"
+    here = now["host"] == socket.gethostname()
+    how = "stopped" if here and not Path(f"/proc/{now['pid']}").exists() else "running" if here else f"on {now['host']}"
     far = f"  {now['done']}/{now['total']} {now['unit']}s" if now["total"] else ""
-    eta = f"  eta {span(now['eta'])}" if now["eta"] and how == "running" else ""
+    eta = f"  eta {span(now['eta'])}" if now["eta"] and how != "stopped" else ""
     return f"{how}  {now['phase']}{far}{eta}  last advance {span(time.time() - now['advanced'])} ago"
 
 

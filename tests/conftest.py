@@ -13,6 +13,11 @@ STAGES = sorted((ROOT / "scripts").glob("[0-9][0-9]_*.py"))
 STRANGE = ("PYTHONUNBUFFERED", "RANK", "NPROC", "LOG_EVERY", "REDO", "API_KEY", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
 
 
+def pytest_collection_modifyitems(items):
+    """Slow files first: two run at a time, and one that starts last would run alone."""
+    items.sort(key=lambda item: "slow" not in item.keywords)
+
+
 @pytest.fixture(scope="session")
 def environment():
     """The environment of a process under test; scripts/ is on its import path."""

@@ -124,7 +124,7 @@ def test_a_file_of_prompts_is_an_input_and_no_setting(finished):
     os.utime(prompts, ns=(0, 0))
     words = finished.commands(f"PROMPTS={prompts}")["01"]
     assert words[words.index("--prompts") + 1] == str(prompts) and words.count("--prompts") == 1
-    args.write_text(args.read_text().replace("--prompts self:260 ", ""))
+    args.write_text(re.sub(r"--prompts self:\d+ ", "", args.read_text()))
     os.utime(args.parent / "done.json", ns=(1, 1))
     assert finished.plan(f"PROMPTS={prompts}") == []
     os.utime(prompts)
@@ -304,7 +304,7 @@ def test_make_alone_prints_help(checkout):
         assert re.search(rf"^  make {goal} +\S", result.stdout, re.M), f"help is silent about {goal}"
     for target in TARGETS:
         assert target.stem in result.stdout
-    assert "--draft-vocab 8192" in result.stdout and "TARGET=smollm2-135m" in result.stdout
+    assert re.search(r"--draft-vocab \d+", result.stdout) and "TARGET=smollm2-135m" in result.stdout
     assert "--lr 7e-3" in checkout.make("LR=7e-3").stdout
     assert not checkout.called.exists()
 

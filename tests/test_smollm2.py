@@ -39,7 +39,7 @@ def test_one_row_overfitted_is_accepted_in_full_by_the_server(extracted, tmp_pat
     script("02_prepare", "--answers", answers, "--model", MODEL, "--out", tmp_path / "02", "--val-share", 0)
     script("03_extract", "--tokens", tmp_path / "02", "--model", MODEL, "--out", tmp_path / "03", "--extract-dtype", "float32")
     script("04_train", "--tokens", tmp_path / "02", "--states", tmp_path / "03", "--model", MODEL, "--out", tmp_path / "04",
-           "--draft-vocab", 1024, "--epochs", 100, "--batch-tokens", 128, "--lr", "2e-3")
+           "--draft-vocab", 512, "--epochs", 90, "--batch-tokens", 96, "--lr", "2e-3")
     script("05_eval", "--draft", tmp_path / "04", "--model", MODEL, "--eval-prompts", tmp_path / "eval.jsonl", "--out",
            tmp_path / "05", "--eval-tokens", 48, "--eval-dtype", "float32")
     results = json.loads((tmp_path / "05" / "results.json").read_text())

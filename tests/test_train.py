@@ -157,3 +157,18 @@ def test_a_contract_of_another_target_is_refused(prepared, tiny, tmp_path):
     output = script("04_train", "--tokens", prepared / "02_prepare", "--states", copy, "--model", tiny, "--out", tmp_path / "out",
                     *FLAGS, code=2)
     assert "says last_state = post-norm, but here it is pre-norm" in output
+
+
+def test_a_full_disk_is_told_in_one_sentence_and_training_goes_on_when_there_is_room(undisturbed, prepared, tiny, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        output = train(prepared, tiny, small / "04_train", code=2)
+        assert "refused: " in output and "No space left on device" in output and "Traceback" not in output
+        subprocess.run(["mount", "-o", "remount,size=100m", small], check=True)
+        train(prepared, tiny, small / "04_train")
+        assert numbers(small / "04_train") == numbers(undisturbed[1])
+    finally:
+        subprocess.run(["umount", small], check=True)
