@@ -363,7 +363,7 @@ def test_done_json_counts_the_seconds_of_every_run(toy):
     process.terminate()
     toy.end(process)
     first = json.loads((toy.out / "progress.json").read_text())["seconds"]
-    toy.run()
+    toy.run(PAUSE=0.05)
     assert json.loads((toy.out / "done.json").read_text())["seconds"] > first > 0
 
 
