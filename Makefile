@@ -20,6 +20,7 @@ DATA   := base
 NAME   := base
 RUNS   := runs
 PYTHON := .venv/bin/python
+EVAL_PROMPTS = $(D)/02_prepare/heldout.jsonl models/humaneval.jsonl
 
 -include env/local.env
 include env/$(TARGET).env
@@ -65,7 +66,6 @@ $(N)/04_train/done.json: $(D)/03_extract/done.json $(call changed,$(N)/04_train,
 
 EVAL_FLAGS := EVAL_ROWS EVAL_TOKENS EVAL_CONCURRENCY EVAL_DTYPE
 EVAL := $(call flags,$(EVAL_FLAGS))
-EVAL_PROMPTS := $(D)/02_prepare/heldout.jsonl models/humaneval.jsonl
 eval: $(N)/05_eval/done.json  ## 05  acceptance length and speed-up, served by SGLang
 $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EVAL)) | $(filter models/humaneval.jsonl,$(EVAL_PROMPTS))
 	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)

@@ -34,6 +34,9 @@ from sglang_server import serve
 from stage import Refused
 
 
+DOUBT = 16  # requests refused in a row that mean a wrong setting rather than wrong prompts
+
+
 def prompts_source(text):
     if not text.startswith("self:"):
         return Path(text)
@@ -107,15 +110,32 @@ def answer(api, model, args, out):
 
     progress.phase("answering", total, "row", done=total - len(waiting))
     tokens = rejected = 0
+    in_doubt = []  # refused by HTTP status: is it this request, or are it all?  The next answer tells
     with Appender(out / "rows.jsonl") as rows, Appender(out / "rejected.jsonl") as reject:
+
+        def give_up(cases):
+            for case in cases:
+                reject.write(case)
+            progress.advance(len(cases), rejected=rejected + len(cases))
+            return rejected + len(cases)
+
         for name, row, reason in each(ask, waiting, in_flight()):
+            if reason and reason.startswith("http "):
+                in_doubt.append({"id": name, "reason": reason})
+                if len(in_doubt) == DOUBT:
+                    raise Refused(f"{DOUBT} requests in a row were answered {reason}; they are asked again when this is mended")
+                continue
+            rejected = give_up(in_doubt)
+            in_doubt.clear()
             if reason:
-                reject.write({"id": name, "reason": reason})
-                rejected += 1
+                rejected = give_up([{"id": name, "reason": reason}])
             else:
                 rows.write(row)
-                tokens += (row["usage"] or {}).get("completion_tokens") or 0
-            progress.advance(answer_tokens=tokens, rejected=rejected)
+                tokens += row["usage"].get("completion_tokens") or 0
+                progress.advance(answer_tokens=tokens)
+        if in_doubt and not ids(out / "rows.jsonl"):
+            raise Refused(f"every request was answered {in_doubt[0]['reason']}; they are asked again when this is mended")
+        give_up(in_doubt)
 
 
 def answered(prompt, reply, temperature):

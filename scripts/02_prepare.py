@@ -48,6 +48,7 @@ def main():
 
     tokenizer = chat.load_tokenizer(args.model)
     end_ids = chat.end_of_turn_ids(tokenizer, args.model)
+    room = contract.text_config(args.model).max_position_embeddings - 1  # 03 asks for one token more
     rows_in = sum(1 for _ in read(args.answers / "rows.jsonl"))
     dropped, counts, held = Counter(), Counter(), []
 
@@ -60,7 +61,7 @@ def main():
                 raise Refused(f"{args.answers}/rows.jsonl line {number}: id is {row.get('id')!r}, wanted a text")
             try:
                 ids, mask = chat.sample(tokenizer, row, end_ids)
-                if len(ids) > args.max_seq_len:
+                if len(ids) > min(args.max_seq_len, room):
                     raise chat.Dropped("too long")
             except chat.Dropped as reason:
                 dropped[str(reason)] += 1

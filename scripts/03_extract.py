@@ -26,7 +26,7 @@ import contract
 import progress
 import stage
 import states
-from api import Api, each, in_flight
+from api import Api, Rejected, each, in_flight
 from sglang_server import PATCHES, serve
 from stage import Refused
 
@@ -68,8 +68,7 @@ def main():
             with serve(args.model, out / "sglang.log", args.extract_dtype, capture=hooks(staging, layers),
                        cache_prefixes=False, max_requests=in_flight(16)) as url:
                 fetch = fetcher(Api(url), data, staging, config.hidden_size)
-                if not (out / "parity.json").exists():
-                    check_parity(fetch, data, args, layers, head, out)
+                check_parity(fetch, data, args, layers, head, out)  # of every server, also of one that resumes
                 extract(fetch, missing, len(data), out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -118,8 +117,11 @@ def fetcher(api, data, staging, hidden_size, deadline=600.0):
     def fetch(row, **more):
         ids = list(data[row]["input_ids"])
         rid = f"hs-{row}-{len(ids)}-{time.monotonic_ns() % 1000000}"
-        reply = api.post("/generate", {"input_ids": ids, "rid": rid, **more,
-                                       "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
+        try:
+            reply = api.post("/generate", {"input_ids": ids, "rid": rid, **more,
+                                           "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
+        except Rejected as rejection:
+            raise Refused(f"row {row} of {len(ids)} tokens: the server answers {rejection}") from None
         path, failed = staging / f"{rid}.safetensors", staging / f"{rid}.err"
         until = time.monotonic() + deadline
         while not path.exists():
@@ -154,12 +156,15 @@ def check_parity(fetch, data, args, layers, head, out):
     import torch
 
     progress.phase("checking parity")
-    rows = range(min(SAMPLE, len(data)))
-    found, agree, positions = [], 0, 0
-    for row in rows:
-        path, hidden, reply = fetch(row, return_logprob=True, top_logprobs_num=1, logprob_start_len=0)
+    rows = sorted(range(min(64, len(data))), key=lambda row: data[row]["seq_len"])[-SAMPLE:]
+    found, agree, positions = {}, 0, 0
+
+    def ask(row):
+        return row, *fetch(row, return_logprob=True, top_logprobs_num=1, logprob_start_len=0)
+
+    for row, path, hidden, reply in each(ask, rows, SAMPLE):  # at once, so that the server has a batch to take apart
         path.unlink()
-        found.append(hidden)
+        found[row] = hidden
         own = [top[0][1] for top in reply["meta_info"]["input_top_logprobs"][1:]]  # at position t: its guess of token t
         own.append(reply["meta_info"]["output_top_logprobs"][0][0][1])
         agree += (head.logits(hidden[:, 3]).argmax(-1) == torch.tensor(own)).sum().item()
@@ -169,6 +174,8 @@ def check_parity(fetch, data, args, layers, head, out):
     if agree < AGREEMENT * positions:
         raise Refused(f"the stored states give the server's own next token at {agree} of {positions} positions, wanted "
                       f"{AGREEMENT:.0%}: norm convention or alignment is wrong for this target")
+    if (out / "parity.json").exists():
+        return
     if states.reference_device(args.model, allowed=("cpu",)):  # the GPU is the server's
         report["transformers"] = against_transformers(found, data, args, layers)
     stage.write(out / "parity.json", json.dumps(report, indent=1) + "\n")
@@ -181,7 +188,7 @@ def against_transformers(found, data, args, layers):
     dtype = getattr(torch, args.extract_dtype)
     exact, same = states.reference(args.model, torch.float32), states.reference(args.model, dtype)
     ours, theirs = [], []
-    for row, hidden in enumerate(found):
+    for row, hidden in found.items():
         ids = list(data[row]["input_ids"])
         wanted = exact(ids, layers)
         ours.append(states.token_errors(hidden, wanted))

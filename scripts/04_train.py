@@ -25,6 +25,7 @@ from pathlib import Path
 import contract
 import progress
 import stage
+import states
 import vocab
 
 
@@ -57,13 +58,20 @@ def main():
                           last_state=contract.LAST, tokenizer=contract.read(args.tokens)["tokenizer"])
     progress.phase("loading the target's embedding and head")
     counts = vocab.load_counts(args.tokens / "token_freq.pt")
-    target_vocab = contract.text_config(args.model).vocab_size
+    config = contract.text_config(args.model)
+    target_vocab = config.vocab_size
     d2t, t2d = vocab.mapping(counts, min(args.draft_vocab, target_vocab), target_vocab, always=made["end_of_turn_ids"])
     ranks = trainer.Ranks()
     draft = trainer.build_draft(args.model, made["layer_ids"], d2t, t2d, args.ttt_steps, args.seed,
                                 attention="simple_flex_attention" if ranks.device.type == "cuda" else "sdpa")
     progress.phase("planning the epochs")
-    data = trainer.Data(args.tokens, args.states, args.batch_tokens, args.epochs, args.seed, ranks)
+    data = trainer.Data(args.tokens, args.states, config.hidden_size, args.batch_tokens, args.epochs, args.seed, ranks)
+    progress.phase("checking the states", len(data.lengths), "row")
+    for row, ids in enumerate(data.ids()):
+        if not states.intact(states.file_of(args.states, row), ids, config.hidden_size):
+            raise stage.Refused(f"{states.file_of(args.states, row)} is missing, broken or holds states of other token ids: "
+                                "run 03 again with REDO=1")
+        progress.advance()
     run = trainer.Trainer(draft, data, args, out, ranks)
     trained, frozen = (sum(p.numel() for p in draft.parameters() if p.requires_grad is wanted) for wanted in (True, False))
     progress.log(f"{run.total} steps, {run.warmup} of them warm-up, {args.epochs} epochs, {ranks.size} rank(s) on {ranks.device.type}")

@@ -47,7 +47,7 @@ def arguments():
     p.add_argument("--eval-rows", type=int, default=80, help="prompts of each set, from its start (default 80)")
     p.add_argument("--eval-tokens", type=int, default=512, help="most tokens of an answer (default 512)")
     p.add_argument("--eval-concurrency", type=int, default=8, help="requests in flight (default 8)")
-    p.add_argument("--eval-dtype", default="bfloat16", help="float32: outputs must be identical (default bfloat16)")
+    p.add_argument("--eval-dtype", default="bfloat16", help="float32: outputs should be identical (default bfloat16)")
     return p.parse_args()
 
 
@@ -76,6 +76,7 @@ def main():
     for name, r in {"all": results, **results["sets"]}.items():
         progress.log(f"{name}: acceptance length {r['acceptance_length']}  speed-up {r['speedup']}  "
                      f"identical {r['identical_outputs']:.0%} of {r['prompts']}")
+    agree(results)
     stage.finish(out, len(prompts), len(prompts), {}, acceptance_length=results["acceptance_length"], speedup=results["speedup"])
 
 
@@ -148,6 +149,20 @@ def summarize(prompts, plain, drafted):
     return {**figures(sets), "sets": {name: figures([name]) for name in sets}}
 
 
+def agree(results):
+    """Refuse if the server accepts other lengths of the draft than the trainer's model gets on the same answers: a draft
+    that is served in another way than it was trained.  Wider where the server's texts differ (bf16): 1.40 and 1.39 on an
+    H200 with a quarter of them equal."""
+    if results["walked"] == "not run":
+        return
+    allowed = 0.05 if results["identical_outputs"] == 1 else 0.15
+    for name, r in results["sets"].items():
+        walked = results["walked"]["trained"][name]
+        if abs(walked - r["acceptance_length"]) > allowed:
+            raise Refused(f"{name}: the server's acceptance length is {r['acceptance_length']}, the trainer's model gets {walked} "
+                          "on the same answers: the draft is not served as it was trained")
+
+
 def other_drafts(args, made, prompts, plain):
     """Acceptance lengths on the greedy answers, by set, of: the trainer's model, an untrained one, the most frequent token."""
     import torch
@@ -167,7 +182,7 @@ def other_drafts(args, made, prompts, plain):
         stage.check_stop()
         ids = prompt["ids"] + row["ids"]
         aux = target(ids, made["layer_ids"])[:, :3].flatten(1)
-        proposals = {name: [(step + draft.d2t[step]).tolist() for step in
+        proposals = {name: [(step + trained.d2t[step]).tolist() for step in
                             trainer.unroll(draft, torch.tensor(ids, device=device), aux, 3)] for name, draft in drafts.items()}
         proposals["most_frequent_token"] = [[made["most_frequent_token"]] * len(ids)] * 3
         for name, proposed in proposals.items():

@@ -20,8 +20,8 @@ GRACE = 60.0
 STOP = {401: "the key is missing or wrong", 402: "the balance is used up", 403: "the key may not use this model"}
 
 
-class Rejected(Exception):
-    """The server will not answer this one request: `reason` goes into rejected.jsonl."""
+class Rejected(Refused):
+    """The server will not answer this one request; 01 notes the reason in rejected.jsonl and goes on."""
 
 
 class Api:

@@ -55,4 +55,7 @@ def layer_ids(model, chosen=None):
     ids = list(chosen or [2, n // 2, n - 3])
     if ids != sorted(set(ids)) or ids[0] < 1 or ids[-1] >= n:
         raise Refused(f"layer ids {ids} of {n} layers: wanted rising numbers from 1 to {n - 1}; name others with --layer-ids")
+    if ids[0] != 2 and text_config(model).model_type.startswith(("deepseek", "kimi", "glm4_moe_lite")):
+        raise Refused(f"layer ids {ids}: SGLang shifts the layers of {text_config(model).model_type} only if the first is 2, "
+                      "so it would serve the draft with other ones")
     return ids

@@ -47,6 +47,8 @@ def convert(source, destination):
     layer = config["transformer_layer_config"]
     weights = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(source / "model.safetensors").items()}
     weights.pop("embed_tokens.weight")
+    if config["draft_vocab_size"] == layer["vocab_size"]:  # speculators keeps no map then
+        weights |= {"d2t": torch.zeros(layer["vocab_size"], dtype=torch.long), "t2d": torch.ones(layer["vocab_size"], dtype=torch.bool)}
     expected = shapes(layer, config["draft_vocab_size"])
     found = {k: tuple(v.shape) for k, v in weights.items()}
     if found != expected:

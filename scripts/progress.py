@@ -28,9 +28,9 @@ SAVE_EVERY = 5.0
 RATE_WINDOW = 120.0  # seconds; long enough to smooth a checkpoint, short enough to follow a change of load
 
 
-def log(message):
+def log(message, every_rank=False):
     """Print one time-stamped line; control characters, which model text may hold, are replaced."""
-    if RANK == 0:
+    if RANK == 0 or every_rank:
         text = "".join(c if c.isprintable() else " " for c in str(message))
         try:
             os.write(1, f"{time.strftime('%H:%M:%S')} {NAME:<12} {text}\n".encode(errors="replace"))  # no buffer to lose

@@ -68,6 +68,8 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
     try:
         _await(server, url, log)
         yield url
+    except stage.Stopped:
+        raise
     except Exception as error:
         time.sleep(0.5)  # a server that died took its connections along a moment before it could be waited for
         if server.poll() is not None:

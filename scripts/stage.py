@@ -59,14 +59,14 @@ def run(main):
     try:
         main()
     except Refused as error:
-        log(f"refused: {error}")
+        log(f"refused: {error}", every_rank=True)
         code = 2
     except Stopped:
         log(f"stopped by {signal.Signals(_signal['number']).name}; the same command goes on from here")
         code = 128 + _signal["number"]
     except Exception as error:
         if full := _disk_full(error):
-            log(f"refused: {full}; make room, then the same command goes on")
+            log(f"refused: {full}; make room, then the same command goes on", every_rank=True)
             code = 2
         else:
             traceback.print_exc()
@@ -158,6 +158,7 @@ def finish(out, rows_in, rows_out, dropped, **summary):
     record = {"rows_in": rows_in, "rows_out": rows_out, "dropped": dropped, **summary,
               "seconds": round(progress.seconds(), 1), "commit": commit(), "finished": time.strftime("%FT%T")}
     progress.stop()
+    os.sync()  # products that libraries wrote are on the disk before the file that says so
     write(out / "done.json", json.dumps(record, indent=1) + "\n")
     drops = f", dropped {sum(dropped.values())} ({', '.join(f'{r} {n}' for r, n in dropped.items())})" if dropped else ""
     log(f"done: {rows_in} rows in, {rows_out} out{drops}; {progress.span(record['seconds'])}")

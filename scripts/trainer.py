@@ -3,6 +3,7 @@
 T tokens of a pack, H hidden size, K draft vocabulary, S TTT steps (training-time test: the draft is unrolled on its own
 states as a server does).  Source: EAGLE-3 (arXiv 2503.01840); speculators 0.9.0, models/eagle3/core.py.
 """
+import hashlib
 import json
 import os
 import random
@@ -49,7 +50,10 @@ def load_draft(directory, model):
     config = Eagle3SpeculatorConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "sdpa"       # else flex, which a CPU can't run
     config.speculators_config.verifier.name_or_path = str(model)        # the run may have moved since it was written
-    return Eagle3DraftModel.from_pretrained(directory, config=config).float().eval()
+    draft = Eagle3DraftModel.from_pretrained(directory, config=config).float().eval()
+    if draft.d2t is None:  # a draft that knows the target's whole vocabulary
+        draft.d2t, draft.t2d = torch.zeros(config.draft_vocab_size, dtype=torch.long), torch.ones(config.draft_vocab_size, dtype=torch.bool)
+    return draft
 
 
 def unroll(draft, ids, aux, steps):
@@ -123,7 +127,7 @@ def packs(lengths, size, seed=None):
 class Data:
     """The samples, and the plan: which rows stand in which pack of which step, for all epochs."""
 
-    def __init__(self, tokens, states, batch_tokens, epochs, seed, ranks):
+    def __init__(self, tokens, states, hidden_size, batch_tokens, epochs, seed, ranks):
         from hs_connectors import FileTransfer
         from speculators.models.eagle3.data import shift_batch
         from speculators.train.data import ArrowDataset, CollateFn
@@ -142,14 +146,18 @@ class Data:
         for epoch in range(epochs):
             self.steps += [(epoch, group) for group in self._groups("train", size, f"{seed}-{epoch}")]
         self.validation = self._groups("val", size)
-        hidden = self.samples[0]["verifier_last_hidden_states"].shape[-1]
-        self.collate = CollateFn(size, hidden, dtype=dtype, preprocess=shift_batch)
+        self.plan = hashlib.sha256(json.dumps(self.steps).encode()).hexdigest()[:16]
+        self.collate = CollateFn(size, hidden_size, dtype=dtype, preprocess=shift_batch)
 
     def _groups(self, split, size, seed=None):
         """Packs in groups of one a rank; the last group may hold empty ones, which weigh nothing."""
         n = self.ranks.size
         all_packs = packs({row: self.lengths[row] for row in self.rows[split]}, size, seed)
         return [(all_packs[i:i + n] + [[]] * n)[:n] for i in range(0, len(all_packs), n)]
+
+    def ids(self):
+        """The token ids of every row, in order."""
+        return (row["input_ids"] for row in self.samples.data.with_format(None))
 
     def count(self, per_row, group):
         return sum(per_row[row] for pack in group for row in pack)
@@ -211,7 +219,8 @@ class Trainer:
         for batch, share in self.data.batches(groups):
             loss = self.forward(self.model, batch, share, self.sums)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.trainable.values(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), 1.0)
+            self.sums[0] += norm.detach() * 0  # nothing, unless a gradient is not finite
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -253,11 +262,14 @@ class Trainer:
         self.append("metrics", step=self.step, time=round(time.time(), 2), epoch=self.data.steps[self.step - 1][0],
                     loss=round(loss, 6), acc=acc, lr=self.scheduler.get_last_lr()[0], tokens_per_s=round(rate, 1))
         progress.advance(0, loss=f"{loss:.3f}", acc="/".join(f"{a:.2f}" for a in acc), tok_per_s=f"{rate:.0f}")
-        if not loss < float("inf"):
-            raise Refused(f"the loss of step {self.step} is {loss}: nothing after it can be trusted; look at the rows of "
-                          "its packs, or lower --lr")
+        self.must_be_finite(loss)
         self.sums.zero_()
         self.reported, self.begun = self.step, (self.step, time.monotonic())
+
+    def must_be_finite(self, loss):
+        if not abs(loss) < float("inf"):
+            raise Refused(f"a loss or gradient before step {self.step} is not finite, so nothing after the last checkpoint can be "
+                          "trusted; lower --lr, or look at the rows of its packs")
 
     @torch.no_grad()
     def validate(self):
@@ -285,6 +297,7 @@ class Trainer:
         so that a resumed run goes on as if it had never stopped.
         """
         self.saved = time.monotonic()
+        self.must_be_finite(self.ranks.total(self.sums.clone())[0].item())
         if self.ranks.rank:
             return
         folder = self.out / "checkpoints"
@@ -294,7 +307,7 @@ class Trainer:
             with open(temporary, "wb") as file:
                 torch.save({"step": self.step, "weights": {n: p.detach() for n, p in self.trainable.items()},
                             "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
-                            "sums": self.sums, "reported": self.reported}, file)
+                            "sums": self.sums, "reported": self.reported, "plan": self.data.plan}, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, folder / f"step-{self.step:09d}.pt")
@@ -306,6 +319,9 @@ class Trainer:
         found = sorted((self.out / "checkpoints").glob("step-*.pt"))
         if found:
             state = torch.load(found[-1], map_location=self.ranks.device, weights_only=True)
+            if state["plan"] != self.data.plan:
+                raise Refused(f"{found[-1]} was made with another NPROC, which packs the rows otherwise; go on with that one, or "
+                              "begin anew with REDO=1 or another NAME")
             with torch.no_grad():
                 for name, parameter in self.trainable.items():
                     parameter.copy_(state["weights"][name])

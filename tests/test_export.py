@@ -35,7 +35,7 @@ def dataset(path, reference):
     for k, row in enumerate(ids):
         save_file({"hidden_states": reference(row, LAYERS).to(torch.bfloat16), "token_ids": torch.tensor(row)},
                   states.file_of(path / "03", k))
-    return trainer.Data(path / "02", path / "03", batch_tokens=128, epochs=1, seed=0, ranks=trainer.Ranks())
+    return trainer.Data(path / "02", path / "03", hidden_size=64, batch_tokens=128, epochs=1, seed=0, ranks=trainer.Ranks())
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def test_states_of_other_tokens_are_refused(prepared, tiny, tmp_path):
     shutil.copy(copy / "hs_3.safetensors", copy / "hs_4.safetensors")
     output = script("04_train", "--tokens", prepared / "02_prepare", "--states", copy, "--model", tiny, "--out", tmp_path / "out",
                     *FLAGS, code=2)
-    assert "states of other token ids" in output
+    assert "hs_4.safetensors is missing, broken or holds states of other token ids" in output
 
 
 def test_a_row_longer_than_a_pack_is_refused_before_training(prepared, tiny, tmp_path):
@@ -172,3 +172,19 @@ def test_a_full_disk_is_told_in_one_sentence_and_training_goes_on_when_there_is_
         assert numbers(small / "04_train") == numbers(undisturbed[1])
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_another_number_of_ranks_does_not_go_on_from_a_checkpoint_of_this_one(prepared, tiny, tmp_path):
+    out = tmp_path / "04_train"
+    kill_when(command(prepared, tiny, out), lambda: any((out / "checkpoints").glob("step*")), SAVE_EVERY="0")
+    output = script("04_train", *command(prepared, tiny, out)[1:], code=1, NPROC="2")
+    assert "was made with another NPROC" in output
+
+
+def test_a_draft_that_knows_the_whole_vocabulary_is_exported_with_maps(prepared, tiny, tmp_path):
+    from safetensors.torch import load_file
+
+    script("04_train", "--tokens", prepared / "02_prepare", "--states", prepared / "03_extract", "--model", tiny, "--out",
+           tmp_path / "out", "--draft-vocab", 5000, "--epochs", 1, "--batch-tokens", 512)
+    weights = load_file(tmp_path / "out" / "sglang" / "model.safetensors")
+    assert len(weights["d2t"]) == 320 and not weights["d2t"].any() and weights["t2d"].all()
