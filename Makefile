@@ -74,7 +74,8 @@ MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER
   TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL
 KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS EVAL_PROMPTS $(MACHINE) \
   $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
-UNKNOWN := $(filter-out $(KNOWN),$(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o)))))
+UNKNOWN := $(filter-out $(KNOWN),$(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o)))) \
+  $(shell sed -nE 's/^([A-Z_]+)=.*/\1/p' env/$(TARGET).env))
 $(if $(UNKNOWN),$(error no such setting: $(UNKNOWN).  There are $(KNOWN)))
 
 all: eval  ## everything, in order

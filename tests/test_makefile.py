@@ -254,7 +254,7 @@ def test_the_example_of_local_env_reaches_the_scripts_through_make_and_through_b
     for name, value in settings:
         assert re.search(rf"^{name}={re.escape(value)}$", checkout.called.read_text(), re.M), f"{name} does not reach the scripts"
         assert f"{name}={value}\n" in sourced.stdout
-        assert re.match("CUDA_|HF_", name) or any(f'"{name}"' in script.read_text() for script in ROOT.glob("scripts/*.py")), name
+        assert re.match("CUDA_|HF_|OMP_", name) or any(f'"{name}"' in script.read_text() for script in ROOT.glob("scripts/*.py")), name
 
 
 @pytest.mark.parametrize("path", TARGETS, ids=lambda p: p.stem)
@@ -328,3 +328,10 @@ def test_a_dry_run_of_any_goal_starts_nothing(checkout):
 def test_the_makefile_keeps_to_its_size():
     assert len((ROOT / "Makefile").read_text().splitlines()) <= 150
     assert [p.name[:2] for p in STAGES] == ALL
+
+
+def test_a_misspelt_setting_in_a_target_file_is_named(checkout):
+    target = checkout.root / "env" / "mine.env"
+    target.write_text("MODEL=models/mine\nPROMPTS=self:5\nEPOCH=3\n")
+    result = checkout.make("plan", "TARGET=mine")
+    assert result.returncode == 2 and "no such setting: EPOCH." in result.stderr
