@@ -37,6 +37,7 @@ flags = $(foreach v,$1,$(if $(filter-out undefined environment,$(origin $v)),$(i
 # $(call changed,DIR,FLAGS): FORCE if DIR was last made with other flags.
 changed = $(if $(findstring <$(strip $2)>,$(file <$1/args)),,FORCE)
 FORCE:
+export GOALS := $(or $(filter $(MAKECMDGOALS),generate prepare extract train eval all),all)
 
 ##@ Pipeline
 GENERATE_FLAGS := API API_MODEL TEMPERATURE ANSWER_TOKENS QUESTION_TOKENS GENERATE_DTYPE
@@ -71,7 +72,7 @@ $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EV
 	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
 
 MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
-  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL
+  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH
 KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS EVAL_PROMPTS $(MACHINE) \
   $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
 UNKNOWN := $(filter-out $(KNOWN),$(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o)))) \
@@ -83,11 +84,18 @@ demo: setup  ## the whole flow on SmolLM2-135M, from nothing; ends with a report
 	@$(MAKE) --no-print-directory all TARGET=smollm2-135m API= API_MODEL=
 	@cat $(RUNS)/smollm2-135m/$(DATA)/$(NAME)/05_eval/report.md
 
-##@ Watch
+##@ Jobs
+JOB := $(TARGET)-$(DATA)-$(NAME)
+launch:  ## run GOAL (all) detached; WAIT seconds (30) or for the first-step, then say how it is
+	@WAIT=$(WAIT) $(PYTHON) scripts/job.py launch $(JOB) --dirs $(D) $(N) -- make $(or $(GOAL),all) $(filter-out WAIT=% GOAL=%,$(MAKEOVERRIDES))
+tail:  ## follow the job's log until it ends; Ctrl-C leaves the job alone
+	@$(PYTHON) scripts/job.py tail $(JOB)
+stop:  ## stop the job, or what runs in its directories: it saves, then all that it started ends
+	@$(PYTHON) scripts/job.py stop $(JOB) --dirs $(D) $(N)
+status:  ## one line a stage of every run (JSON=1 for programs, WATCH=1 on a terminal)
+	@$(PYTHON) scripts/status.py $(RUNS) $(if $(JSON),--json) $(if $(WATCH),--watch)
 plan:  ## the commands that GOAL (all) would run, and nothing else
 	@commands=$$($(MAKE) --no-print-directory -n $(or $(GOAL),all) | sed '/^make.*Nothing to be done/d'); printf '%s\n' "$${commands:-nothing to do}"
-status:  ## one line a stage: done or how far, what it cost, which commit made it
-	@$(PYTHON) scripts/status.py $(RUNS)
 
 ##@ Set-up and tests
 DEVICE ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
@@ -125,4 +133,4 @@ help:  ## this text
 	@printf '%s\n' '01: $(strip $(GENERATE))' '02: $(strip $(PREPARE))' '03: $(strip $(EXTRACT))' '04: $(strip $(TRAIN))' '05: $(strip $(EVAL))'
 	@printf 'Change a setting on the command line: make train NAME=hot LR=3e-4\n'
 
-.PHONY: generate prepare extract train eval all demo plan status setup patch test test-fast help FORCE
+.PHONY: generate prepare extract train eval all demo launch tail stop status plan setup patch test test-fast help FORCE

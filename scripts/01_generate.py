@@ -77,14 +77,16 @@ def main():
         prompts.copy(args.prompts, out)
     else:
         opening = user_turn(load_tokenizer(args.model))
+    wanted = len(ids(out / "prompts.jsonl")) if opening is None else int(args.prompts[5:])
+    progress.plan("starting SGLang", ("inventing", wanted), ("answering", wanted), "stopping SGLang", rows=wanted)
     if args.api:
         server, key = nullcontext(args.api), os.environ.get("API_KEY")
     else:
-        server, key = serve(args.model, out / "sglang.log", args.generate_dtype, max_requests=in_flight()), None
+        server, key = serve(args.model, stage.part_log(out, "sglang"), args.generate_dtype, max_requests=in_flight()), None
     with server as url:
         api = Api(url if args.api else url + "/v1", key)
         if opening:
-            prompts.invent(api, name, opening, int(args.prompts[5:]), args.question_tokens, out)
+            prompts.invent(api, name, opening, wanted, args.question_tokens, out)
         answer(api, name, args, out)
     asked, rows, rejected = (ids(out / f"{stem}.jsonl") for stem in ("prompts", "rows", "rejected"))
     stage.finish(out, len(asked | rejected), len(rows), Counter(row["reason"] for _, row in read(out / "rejected.jsonl")))

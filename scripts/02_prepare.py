@@ -52,6 +52,7 @@ def main():
     rows_in = sum(1 for _ in read(args.answers / "rows.jsonl"))
     dropped, counts, held = Counter(), Counter(), []
 
+    progress.plan(("tokenizing", rows_in), "counting", rows=rows_in)
     progress.phase("tokenizing", rows_in, "row")
 
     def samples():

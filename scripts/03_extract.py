@@ -58,6 +58,7 @@ def main():
     layers = contract.layer_ids(args.model, args.layer_ids)
     head = states.Head(args.model)
     data = load_from_disk(args.tokens / "dataset").with_format(None)
+    progress.plan(("checking what", len(data)), "starting SGLang", "checking parity", ("extracting", len(data)), "stopping SGLang", rows=len(data))
     missing = look_at_what_is_there(data, out, config.hidden_size)
     room(sum(data[row]["seq_len"] for row in missing) * 4 * config.hidden_size * 2, out)
     for left in out.glob(".staging-*"):  # of a run that was killed
@@ -65,7 +66,7 @@ def main():
     staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=out))  # private (0700), and a rename away from its place
     try:
         if missing:
-            with serve(args.model, out / "sglang.log", args.extract_dtype, capture=hooks(staging, layers),
+            with serve(args.model, stage.part_log(out, "sglang"), args.extract_dtype, capture=hooks(staging, layers),
                        cache_prefixes=False, max_requests=in_flight(16)) as url:
                 fetch = fetcher(Api(url), data, staging, config.hidden_size)
                 check_parity(fetch, data, args, layers, head, out)  # of every server, also of one that resumes

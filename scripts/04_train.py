@@ -50,6 +50,7 @@ def main():
     args = arguments()
     out = stage.begin(args)
     stage.torchrun()
+    progress.plan("loading libraries", "loading the target's", "planning", "checking", "training", "exporting", "comparing", "drawing")
     progress.phase("loading libraries")
     import trainer
     from export import export
@@ -66,6 +67,8 @@ def main():
                                 attention="simple_flex_attention" if ranks.device.type == "cuda" else "sdpa")
     progress.phase("planning the epochs")
     data = trainer.Data(args.tokens, args.states, config.hidden_size, args.batch_tokens, args.epochs, args.seed, ranks)
+    progress.plan(("checking", len(data.lengths)), ("training", len(data.steps)), "exporting", "comparing", "drawing",
+                  rows=len(data.lengths))
     progress.phase("checking the states", len(data.lengths), "row")
     for row, ids in enumerate(data.ids()):
         if not states.intact(states.file_of(args.states, row), ids, config.hidden_size):
@@ -83,6 +86,7 @@ def main():
     if ranks.rank:
         return
     export(draft, data, args.model, out)
+    progress.phase("drawing curves.png")
     draw(out)
     contract.write(out, args.states, fc_norm=True, norm_output=True, norm_before_residual=False, draft_vocab=vocab.identity(d2t),
                    most_frequent_token=max(counts, key=counts.get))

@@ -59,10 +59,13 @@ def main():
     tokenizer = chat.load_tokenizer(args.model)
     prompts = [prompt for path in args.eval_prompts for prompt in prompts_of(path, tokenizer, args.eval_rows)]
 
+    passes = [name for name in ("plain", "drafted") if not (out / f"{name}.json").exists()]
+    progress.plan(*["starting SGLang", ("answering", len(prompts)), "stopping SGLang"] * len(passes),
+                  "loading the target", ("walking", len(prompts)))
     plain = answers(out / "plain.json", prompts, args, draft=None)
     drafted = answers(out / "drafted.json", prompts, args, draft=args.draft / "sglang")
     if not any(row["accepted"] for row in drafted["rows"]):
-        raise Refused(f"{out}/sglang.log: the server reports no verification; it did not use the draft")
+        raise Refused(f"{stage.part_log(out, 'sglang')}: the server reports no verification; it did not use the draft")
     results = summarize(prompts, plain, drafted)
     results["walked"] = other_drafts(args, made, prompts, plain) if states.reference_device(args.model) else "not run"
     results["settings"] = {"steps": 3, "top_k": 1, "temperature": 0, "max_tokens": args.eval_tokens, "dtype": args.eval_dtype,
@@ -106,7 +109,7 @@ def answers(path, prompts, args, draft):
         progress.log(f"{path.name} is there: the pass {name} is not repeated")
         return json.loads(path.read_text())
     rows, seconds = [None] * len(prompts), {}
-    with serve(args.model, path.parent / "sglang.log", args.eval_dtype, draft=draft,
+    with serve(args.model, stage.part_log(path.parent, "sglang"), args.eval_dtype, draft=draft,
                cache_prefixes=False, max_requests=args.eval_concurrency, wait_for=f"starting SGLang {name}") as url:
         api = Api(url)
 

@@ -1,18 +1,34 @@
-"""Progress that can be tailed and polled: plain lines on stdout, a heartbeat in progress.json.
+"""Progress that can be tailed, polled and judged: plain lines in the log, a heartbeat in progress.json.
 
-A stage calls `start` once, names each of its phases with `phase`, and counts with `advance`.  A thread of its own
-prints a line at least every LOG_EVERY seconds (environment, default 30), so that the log speaks while the main
-thread is inside a model load, a compile or a request:
+A stage calls `start` once, says with `plan` what is to come, names each of its phases with `phase`, counts with `advance`,
+and steps aside with `aside` (a validation, a checkpoint).  A thread of its own prints a line at least every LOG_EVERY
+seconds (environment, default 30), so that the log speaks while the main thread is inside a model load, a compile or a
+request:
 
     14:02:31 04_train     step 1204/177230  0.7%  loss 2.113  acc 0.61/0.48/0.39  3.4 step/s  eta 10h12m
     14:03:01 04_train     compiling (48s)
 
-progress.json (written atomically, at most every 5 s) says the same to programs: stage, phase, done, total, unit, rate
-(units per second), eta (seconds), metrics, pid, host, advanced (time of the last advance), seconds (spent by all runs
-of this stage so far).  Only rank 0 of a torchrun speaks.
+eta is the time to the end of the stage: the rate of this phase, its asides, and the phases still to come, each as fast as
+in this run, else as in the last run on this machine beside it; `eta over` leaves out what has never been seen.  With
+`all`, it is the time to the end of the later stages that make was asked for.
+
+The same thread is the watchdog.  A counting phase that does not advance for STALL_AFTER seconds (environment, default 120)
+and several times its usual interval is stalled: one line says so and what it waits for (waits.py), the stacks go to the
+stage's library log, and with STALL_EXIT (minutes, environment) the stage gives up.  Phases that do not count (a load, a
+compile) are known to be quiet.  If the thread itself can't run, because some library holds the interpreter's lock,
+faulthandler prints the stacks in its place.
+
+progress.json (written atomically, at most every 5 s) says the same to programs: stage, state (running, stalled; at the end
+done, stopped, refused, failed), phase, done, total, unit, rate (units per second), eta, eta_all (seconds), metrics, waits,
+pid, born (creation time of pid, so that a recycled one is not taken for it), host, job (that launched it, or ""), beat, advanced (times of the last write
+and the last advance), seconds (spent by all runs of this stage so far), phases {name: [seconds, units, times]}.
+Only rank 0 of a torchrun speaks; the others leave .rank-N.json, so that it can say for whom it waits.
 """
+import faulthandler
 import json
 import os
+import re
+import select
 import socket
 import sys
 import threading
@@ -21,21 +37,38 @@ from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
+import waits
+
 NAME = Path(sys.argv[0]).stem
+STAGES = sorted(p.stem for p in Path(__file__).parent.glob("[0-9][0-9]_*.py"))
+GOALS = ["generate", "prepare", "extract", "train", "eval", "all"]  # of make, in the order of STAGES
 RANK = int(os.environ.get("RANK", 0))
 LOG_EVERY = max(0.1, float(os.environ.get("LOG_EVERY", 30)))
+STALL_AFTER = float(os.environ.get("STALL_AFTER", 120))
+STALL_EXIT = float(os.environ.get("STALL_EXIT", "inf")) * 60
 SAVE_EVERY = 5.0
-RATE_WINDOW = 120.0  # seconds; long enough to smooth a checkpoint, short enough to follow a change of load
+RATE_WINDOW = 120.0  # seconds; long enough to smooth a burst of answers, short enough to follow a change of load
+output = 1           # file descriptor of the log, and the terminal to draw a bar on; stage.py makes them private
+terminal = sys.stderr if sys.stderr.isatty() else None
 
 
 def log(message, every_rank=False):
     """Print one time-stamped line; control characters, which model text may hold, are replaced."""
     if RANK == 0 or every_rank:
         text = "".join(c if c.isprintable() else " " for c in str(message))
+        bar = _State.bar
+        if bar:
+            bar.clear()
         try:
-            os.write(1, f"{time.strftime('%H:%M:%S')} {NAME:<12} {text}\n".encode(errors="replace"))  # no buffer to lose
+            # A pager that is not scrolled or a terminal under Ctrl-S takes nothing: drop the line, not the training.
+            if select.select([], [output], [], 1.0)[1]:
+                os.write(output, f"{time.strftime('%H:%M:%S')} {NAME:<12} {text}\n".encode(errors="replace"))
         except OSError:  # a log on a full disk, or whose reader has gone, must not kill what it reports
             pass
+        if bar:
+            bar.refresh()
 
 
 def span(seconds):
@@ -50,15 +83,95 @@ def span(seconds):
     return f"{s // 86400}d{s % 86400 // 3600:02d}h"
 
 
+def size(count):
+    """Bytes as people say them: 512 B, 1.4 MB, 4.6 TB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def last_lines(path, lines=12):
+    """The last lines of a library's log that say something: no blanks, colours, bars half drawn, frames or warnings' code."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|^\[\d{4}-\d\d-\d\d [\d:]+[^\]]*\] ", "", text.replace("\r", "\n"), flags=re.MULTILINE)
+    noise = ("Ignore import error", "Traceback", "  ", "stacks at", "Thread 0x", "Current thread", "== ", "\t")
+    return [line[:180] for line in text.split("\n") if line.strip() and not line.startswith(noise)][-lines:]
+
+
+class Phase:
+    """One phase or aside, and its clock, which stands still while it is set aside."""
+
+    def __init__(self, name, total=None, unit="", done=0, asides=None, tail=None):
+        self.name, self.total, self.unit, self.first, self.done, self.said = name, total, unit, done, done, done
+        self.kind = name               # what its duration is remembered by: the beginning that the plan had for it
+        self.asides, self.tail, self.metrics = dict(asides or {}), tail, {}
+        self.spent, self.since = 0.0, time.time()
+        self.advanced, self.longest = self.since, 0.0
+        self.marks = deque([(0.0, done)])  # (clock, done) within the window that the rate is measured over
+
+    def clock(self):
+        return self.spent + (time.time() - self.since if self.since else 0.0)
+
+    def pause(self):
+        self.spent, self.since = self.clock(), None
+
+    def resume(self):
+        self.since = self.advanced = time.time()
+
+    def advance(self, n):
+        now, clock = time.time(), self.clock()
+        self.done += n
+        self.longest, self.advanced = max(self.longest, now - self.advanced), now
+        if clock - self.marks[-1][0] > 0.5:
+            self.marks.append((clock, self.done))
+            while len(self.marks) > 2 and self.marks[1][0] < clock - max(RATE_WINDOW, clock / 2):
+                self.marks.popleft()
+
+    def rate(self):
+        """Units per second, lately."""
+        (t0, n0), clock = self.marks[0], self.clock()
+        return (self.done - n0) / (clock - t0) if clock - t0 > 0.5 else 0.0
+
+    def usual(self):
+        """Mean seconds between advances, or None before the first."""
+        return self.clock() / (self.done - self.first) if self.done > self.first else None
+
+    def patience(self):
+        """Seconds without an advance that are no stall.  The first unit may take long: workers start, a graph compiles."""
+        usual = self.usual()
+        return 5 * STALL_AFTER if usual is None else max(STALL_AFTER, 5 * usual, 2 * self.longest)
+
+    def line(self):
+        if self.total is None:
+            return f"{self.name} ({span(self.clock())})" + "".join(f"  {text[:90]}" for text in (last_lines(self.tail, 1) if self.tail else ()))
+        parts = [f"{self.unit} {self.done}/{self.total}", f"{100 * self.done / max(1, self.total):.1f}%"]
+        parts += [f"{k.replace('_', '-')} {v}" for k, v in self.metrics.items()]
+        if rate := self.rate():
+            parts.append(f"{rate:.3g} {self.unit}/s")
+            mean = (self.done - self.first) / self.clock()
+            if rate < mean / 3:
+                parts.append(f"slow: {mean:.3g} {self.unit}/s before")
+        return "  ".join(parts)
+
+
 class _State:
-    path = None                      # progress.json, or None before start and on ranks that stay silent
-    before = 0.0                     # seconds spent by earlier runs of this stage
-    phase, done, total, unit = "", 0, None, ""
-    metrics = {}
-    aside, aside_started = None, 0.0
-    started = phase_started = advanced = line_at = time.time()
-    history = deque([(started, 0)])  # (time, done) within RATE_WINDOW
-    line_done = None                 # `done` of the last line printed, so that a phase ends with a line of its own
+    path = None                # progress.json or .rank-N.json; None before start
+    before = 0.0               # seconds spent by earlier runs of this stage
+    stack = []                 # the phase, and asides within it
+    plan, rows = [], None      # what is to come: [(beginning of its name, total or None)]
+    spent, past = {}, {}       # {name: [seconds, units, times]}: by this stage, by an earlier run of another one
+    later = None               # seconds that the later stages take, by their own earlier runs: a function of the rows
+    stalled = None             # (since when, what it waits for)
+    bar = None                 # tqdm's, on a terminal
+    started = line_at = time.time()
+    born = psutil.Process().create_time()
     lock = threading.RLock()
     quit = threading.Event()
     thread = None
@@ -66,15 +179,91 @@ class _State:
 
 def start(out):
     """Begin to report for the stage directory `out`; what earlier runs of the stage spent is counted in."""
-    if RANK:
-        return
-    _State.path = Path(out) / "progress.json"
-    try:
-        _State.before = json.loads(_State.path.read_text())["seconds"]
-    except (OSError, ValueError, KeyError):
-        _State.before = 0.0
-    _State.thread = threading.Thread(target=_beat, daemon=True)
+    out = Path(out)
+    _State.path = out / (f".rank-{RANK}.json" if RANK else "progress.json")
+    own = read(out)
+    _State.before, _State.spent = own.get("seconds", 0.0), own.get("phases", {})
+    _State.past = _earlier(out, NAME).get("phases", {})
+    _State.later = _later(out)
+    _State.thread = threading.Thread(target=_beat, daemon=True, name="heartbeat")
     _State.thread.start()
+
+
+def plan(*phases, rows=None):
+    """Say which phases are to come, in order: the beginnings of their names, or (beginning, total).  rows: of this stage."""
+    _State.plan = [p if isinstance(p, tuple) else (p, None) for p in phases]
+    _State.rows = rows
+
+
+def phase(name, total=None, unit="", done=0, asides=None, tail=None):
+    """Enter a named phase; with `total` it counts `unit`s from `done`, without it only time passes.
+
+    asides: {name: how many are to come}; tail: a log whose last line tells more (of a server that starts).
+    """
+    with _State.lock:
+        _leave()
+        _State.stack = [Phase(name, total, unit, done, asides, tail)]
+        for i, (beginning, _) in enumerate(_State.plan):
+            if name.startswith(beginning):
+                _State.plan, _State.stack[0].kind = _State.plan[i + 1:], beginning
+                break
+        _State.line_at = time.time()
+        if total is None:
+            eta = _eta()[0]
+            log(name + (f"  eta {eta}" if eta else ""))
+        else:
+            log(f"{name}: {done} of {total} {unit}s done" if done else f"{name}: {total} {unit}s")
+        _new_bar()
+        _save()
+
+
+def advance(n=1, **metrics):
+    """Count `n` more units; `metrics` (name=text) appear in the lines until they are given anew."""
+    with _State.lock:
+        if not _State.stack:
+            return
+        current = _State.stack[-1]
+        current.metrics.update(metrics)
+        if n:
+            current.advance(n)
+            if _State.stalled:
+                log(f"moving again after {span(time.time() - _State.stalled[0])}")
+                _State.stalled = None
+            if _State.bar and len(_State.stack) == 1:
+                _State.bar.update(n)
+
+
+@contextmanager
+def aside(name, total=None, unit=""):
+    """A named pause of a counting phase, which goes on afterwards with its rate and ETA; counts like a phase."""
+    with _State.lock:
+        if _State.stack:
+            _last_line()
+            _State.stack[-1].pause()
+            left = _State.stack[0].asides
+            left[name] = max(0, left.get(name, 0) - 1)
+        _State.stack.append(Phase(name, total, unit))
+        _State.line_at = time.time()
+        log(name)
+    try:
+        yield
+    finally:
+        with _State.lock:
+            _last_line()
+            _record(_State.stack.pop())
+            if _State.stack:
+                _State.stack[-1].resume()
+
+
+def phases(ended=True):
+    """{name: [seconds, units, times]} of every phase so far, all runs of this stage together.  Of a phase that has not
+    ended only counted units tell how long the next one takes."""
+    with _State.lock:
+        found = {name: list(record) for name, record in _State.spent.items()}
+        for current in _State.stack:
+            if ended or current.total is not None:
+                _record(current, found)
+        return found
 
 
 def seconds():
@@ -82,101 +271,192 @@ def seconds():
     return _State.before + time.time() - _State.started
 
 
-def phase(name, total=None, unit="", done=0):
-    """Enter a named phase; with `total` it counts `unit`s from `done`, without it only time passes."""
-    with _State.lock:
-        _last_line()
-        now = time.time()
-        _State.phase, _State.total, _State.unit, _State.done = name, total, unit, done
-        _State.phase_started = _State.advanced = _State.line_at = now
-        _State.line_done, _State.metrics = done, {}
-        _State.history = deque([(now, done)])
-        log(name if total is None else f"{name}: {done} of {total} {unit}s done" if done else f"{name}: {total} {unit}s")
-        _save()
-
-
-def advance(n=1, **metrics):
-    """Count `n` more units; `metrics` (name=text) appear in the lines until they are given anew."""
-    with _State.lock:
-        now = time.time()
-        _State.done += n
-        _State.advanced = now
-        _State.metrics.update(metrics)
-        _State.history.append((now, _State.done))
-        while now - _State.history[0][0] > RATE_WINDOW and len(_State.history) > 2:
-            _State.history.popleft()
-
-
-@contextmanager
-def aside(name):
-    """A named pause of a counting phase (a checkpoint, a validation), which goes on afterwards with its rate and ETA."""
-    with _State.lock:
-        _last_line()
-        _State.aside, _State.aside_started = name, time.time()
-        log(name)
-    try:
-        yield
-    finally:
-        with _State.lock:
-            _State.aside, _State.advanced = None, time.time()
-
-
-def stop():
-    """Print what is still unsaid and write progress.json a last time."""
-    if _State.thread is not None:
-        _State.quit.set()
-        _State.thread.join()
+def stop(state="done", code=0, cause=""):
+    """Print what is still unsaid and write progress.json a last time: how the stage ended."""
+    if hand_over():
         with _State.lock:
             _last_line()
-            _save()
+            _close_bar()
+            _save(state=state, exit=code, cause=cause)
 
 
-def _rate():
-    (t0, n0), now = _State.history[0], time.time()
-    return (_State.done - n0) / (now - t0) if now - t0 > 0.5 else 0.0
+def hand_over():
+    """Fall silent, because this stage's ranks speak from now on; returns whether it had a voice."""
+    had, _State.thread = _State.thread, None
+    if had is not None:
+        _State.quit.set()
+        had.join()
+        faulthandler.cancel_dump_traceback_later()
+    return had is not None
+
+
+def directory():
+    """The stage directory that is reported for."""
+    return _State.path.parent
+
+
+def leader():
+    """The environment that makes ranks report this process as the one to signal."""
+    return {"STAGE_PID": str(os.getpid()), "STAGE_BORN": str(_State.born)}
+
+
+def read(out):
+    """What progress.json of a stage directory says, or {}."""
+    try:
+        return json.loads((Path(out) / "progress.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def amend(out, **fields):
+    """Correct the record that another process (rank 0) left."""
+    _write(Path(out) / "progress.json", read(out) | fields)
+
+
+# --- what is expected ----------------------------------------------------------------------------------------------------
+
+def _expected(name, total=None):
+    """Seconds that a phase takes, by this run or an earlier one; None if it was never seen."""
+    for known in (_State.spent, _State.past):
+        seconds, units, times = known.get(name, (0, 0, 0))
+        if total is not None and units:
+            return seconds * total / units
+        if total is None and times:
+            return seconds / times
+    return None
+
+
+def _remaining():
+    """Seconds to the end of the stage as a list, None for what is unknown."""
+    first, parts = _State.stack[0], []
+    if first.total is None:
+        expected = _expected(first.kind)
+        parts.append(None if expected is None else max(0.0, expected - first.clock()))
+    elif first.total > first.done:
+        rate = first.rate()
+        parts.append((first.total - first.done) / rate if rate else _expected(first.kind, first.total - first.done))
+    for name, times in first.asides.items():
+        mean = _expected(name) if times else 0.0
+        parts.append(None if mean is None else times * mean)
+    for inner in _State.stack[1:]:
+        expected = _expected(inner.name)
+        parts.append(0.0 if expected is None else max(0.0, expected - inner.clock()))
+    return parts + [_expected(name, total) for name, total in _State.plan]
 
 
 def _eta():
-    rate = _rate()
-    return (_State.total - _State.done) / rate if _State.total is not None and rate > 0 else None
+    """(text, seconds or None, seconds with the later stages or None)."""
+    if not _State.stack:
+        return "", None, None
+    parts = _remaining()
+    known = [p for p in parts if p is not None]
+    if parts and parts[0] is None or not known:
+        return "", None, None
+    whole, later = sum(known), _State.later(_State.rows) if _State.later else None
+    if len(known) < len(parts):
+        return f"over {span(whole)}", None, None
+    return span(whole) + (f"  all {span(whole + later)}" if later else ""), whole, later and whole + later
 
 
-def _line():
-    if _State.aside:
-        return f"{_State.aside} ({span(time.time() - _State.aside_started)})"
-    if _State.total is None:
-        return f"{_State.phase} ({span(time.time() - _State.phase_started)})"
-    parts = [f"{_State.unit} {_State.done}/{_State.total}", f"{100 * _State.done / max(1, _State.total):.1f}%"]
-    parts += [f"{k.replace('_', '-')} {v}" for k, v in _State.metrics.items()]
-    rate, eta = _rate(), _eta()
-    if rate:
-        parts.append(f"{rate:.3g} {_State.unit}/s")
-    if eta is not None:
-        parts.append(f"eta {span(eta)}")
-    quiet = time.time() - _State.advanced
-    if quiet > max(120.0, 2 * LOG_EVERY):
-        parts.append(f"no advance for {span(quiet)}")
-    return "  ".join(parts)
+def _earlier(out, name):
+    """done.json of the newest run on this machine of stage `name` for the same target, beside `out`, or {}."""
+    if NAME not in STAGES:
+        return {}
+    above, below = (1 if n in STAGES[:3] else 2 for n in (NAME, name))  # RUNS/TARGET/DATA/03_extract, …/DATA/NAME/04_train
+    parents = Path(out).absolute().parents
+    base = parents[min(above, len(parents) - 1)]
+    for path in sorted(base.glob("*/" * below + f"{name}/done.json"), key=lambda p: -p.stat().st_mtime):
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if record.get("host") == socket.gethostname():
+            return record
+    return {}
+
+
+def _later(out):
+    """A function rows -> seconds of the stages that make runs after this one (GOALS, from make), or None if unknown."""
+    asked = [GOALS.index(g) for g in os.environ.get("GOALS", "").split() if g in GOALS]
+    if not asked or NAME not in STAGES:
+        return None
+    records = [_earlier(out, name) for name in STAGES[STAGES.index(NAME) + 1:max(asked) + 1]]
+    if not records or not all(records):
+        return None
+    # 05 asks its own prompts, whose number the data do not change
+    return lambda rows: sum(r["seconds"] * (rows / max(1, r["rows_in"]) if rows and "acceptance_length" not in r else 1)
+                            for r in records)
+
+
+# --- lines, heartbeat, watchdog ------------------------------------------------------------------------------------------
+
+def _record(ended, into=None):
+    into = _State.spent if into is None else into
+    seconds, units, times = into.get(ended.kind, (0.0, 0, 0))
+    into[ended.kind] = [round(seconds + ended.clock(), 2), units + ended.done - ended.first, times + 1]
+
+
+def _leave():
+    """End the phase: its last line, its time."""
+    _last_line()
+    for ended in _State.stack:
+        _record(ended)
+    _State.stack, _State.stalled = [], None
+    _close_bar()
 
 
 def _last_line():
-    if _State.total is not None and not _State.aside and _State.done != _State.line_done:
-        log(_line())
-        _State.line_done = _State.done
+    current = _State.stack[-1] if _State.stack else None
+    if current and current.total is not None and current.done != current.said:
+        _say(current)
 
 
-def _save():
+def _line():
+    eta = _eta()[0]
+    stalled = f"  stalled {span(time.time() - _State.stalled[0])}: {_State.stalled[1]}" if _State.stalled else ""
+    return _State.stack[-1].line() + (f"  eta {eta}" if eta and not stalled else "") + stalled
+
+
+def _say(current):
+    log(_line())
+    current.said = current.done
+
+
+def _new_bar():
+    current = _State.stack[0]
+    if current.total is not None and not RANK and terminal:
+        from tqdm import tqdm
+        _State.bar = tqdm(desc=current.name, total=current.total, initial=current.done, unit=current.unit, disable=False,
+                          file=terminal)
+
+
+def _close_bar():
+    bar, _State.bar = _State.bar, None
+    if bar:
+        bar.close()
+
+
+def _save(**end):
     if _State.path is None or not _State.path.parent.is_dir():
         return
-    eta = _eta()
-    record = {"stage": NAME, "phase": _State.aside or _State.phase, "done": _State.done, "total": _State.total, "unit": _State.unit,
-              "rate": round(_rate(), 4), "eta": None if eta is None else round(eta), "metrics": _State.metrics,
-              "pid": os.getpid(), "host": socket.gethostname(), "advanced": round(_State.advanced, 1),
-              "seconds": round(seconds(), 1)}
-    temporary = _State.path.with_name("progress.json.tmp")
+    now, stack = time.time(), _State.stack or [Phase("")]
+    outer, current = stack[0], stack[-1]  # what counts, and what is going on: an aside of it, perhaps
+    _, eta, eta_all = _eta()
+    _write(_State.path, {
+        "stage": NAME, "state": "stalled" if _State.stalled else "running", "phase": current.name,
+        "done": outer.done, "total": outer.total, "unit": outer.unit, "rate": round(outer.rate(), 4),
+        "eta": eta and round(eta), "eta_all": eta_all and round(eta_all),
+        "metrics": outer.metrics, "waits": " ".join(waits.main_thread()) if now - current.advanced > SAVE_EVERY else "",
+        "pid": int(os.environ.get("STAGE_PID") or os.getpid()), "born": float(os.environ.get("STAGE_BORN") or _State.born),
+        "host": socket.gethostname(), "job": Path(os.environ.get("JOB_LOG", "")).stem, "beat": round(now, 1), "advanced": round(current.advanced, 1),
+        "seconds": round(seconds(), 1), "phases": phases(ended=False), **end})
+
+
+def _write(path, record):
+    temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_text(json.dumps(record) + "\n")
-        temporary.replace(_State.path)
+        temporary.replace(path)
     except OSError as error:  # a full disk must not kill the reporter: the stage's own write will tell
         log(f"progress.json not written: {error.strerror}")
 
@@ -186,9 +466,32 @@ def _beat():
     while not _State.quit.wait(min(1.0, LOG_EVERY / 4)):
         with _State.lock:
             now = time.time()
-            if _State.phase and now - _State.line_at >= LOG_EVERY:
-                log(_line())
-                _State.line_at, _State.line_done = now, _State.done
-            if now - saved >= SAVE_EVERY:
+            if not RANK:
+                due = max(0.0, _State.line_at + LOG_EVERY - now)
+                faulthandler.dump_traceback_later(due + max(1.0, LOG_EVERY / 2), repeat=True, file=output)
+            if _State.stack:
+                _watch(_State.stack[-1], now)
+                if now - _State.line_at >= LOG_EVERY:
+                    _say(_State.stack[-1])
+                    _State.line_at = now
+            if now - saved >= min(SAVE_EVERY, STALL_AFTER / 4):
                 _save()
                 saved = now
+
+
+def _watch(current, now):
+    quiet = now - current.advanced
+    if RANK or current.total is None or quiet < current.patience():
+        return
+    if not _State.stalled:
+        what = waits.for_whom(_State.path.parent if _State.path else None)
+        _State.stalled = current.advanced, what
+        usual = f" (usually {current.usual():.2g} s)" if current.usual() else ""
+        log(f"stalled: no {current.unit} for {span(quiet)}{usual}; waits for {what}")
+        print(f"stacks at {time.strftime('%F %T')}, stalled for {span(quiet)}:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.stderr)
+        _save()
+    if quiet > STALL_EXIT:
+        log(f"stalled for {span(quiet)}: giving up, as STALL_EXIT says; waits for {_State.stalled[1]}")
+        _save(state="failed", exit=1, cause=f"stalled: {_State.stalled[1]}")
+        os._exit(1)

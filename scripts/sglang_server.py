@@ -59,7 +59,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
     paths = [str(PATCHES), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1",
            **({"SGLANG_USE_CPU_ENGINE": "1"} if device() == "cpu" else {})}
-    progress.phase(wait_for)
+    progress.phase(wait_for, tail=log)
     with open(log, "ab") as file:  # appended: the log of a server that crashed is what one wants to read
         file.write(f"\n== {time.strftime('%F %T')} {shlex.join(command[len(CHILD):])}\n".encode())
         file.flush()
@@ -76,6 +76,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
             raise _died(server, log) from error
         raise
     finally:
+        progress.phase("stopping SGLang")
         _stop(server)
 
 
@@ -105,22 +106,20 @@ def _died(server, log):
     return Refused(f"the SGLang server died ({how}); its log is {log}")
 
 
-def _show_end(log, lines=12):
-    noise = ("Ignore import error", "Traceback", "  File ")
-    text = [line for line in log.read_text(errors="replace").split("\n") if line.strip() and not line.startswith(noise)]
-    for line in text[-lines:]:
-        progress.log(f"sglang: {line.strip()[:180]}")
+def _show_end(log):
+    for line in progress.last_lines(log):
+        progress.log(f"sglang: {line}")
 
 
 def _stop(server):
-    """TERM, then KILL for every descendant that is left after 10 s."""
+    """TERM, then KILL for every descendant that is left after 3 s: it has answered all, and has nothing to save."""
     try:
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         family = []
     if server.poll() is None:
         server.terminate()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=3)
     for process in alive:
         try:
             process.kill()

@@ -14,9 +14,12 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +27,8 @@ import traceback
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+
+import psutil
 
 import progress
 from progress import log
@@ -34,6 +39,7 @@ CHILD = ["setpriv", "--pdeathsig", "KILL", "--"]  # prefix of a command that mus
 for _name, _value in {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1",
                       "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "LOGURU_LEVEL": "ERROR"}.items():
     os.environ.setdefault(_name, _value)
+STATES = {0: "done", 1: "failed", 2: "refused"}  # how a stage ended, by its exit code; above 128 it was stopped
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -42,7 +48,15 @@ class Refused(Exception):
 
 
 class Stopped(Exception):
-    """TERM or INT reached a safe point."""
+    """TERM, INT or HUP reached a safe point."""
+
+
+class RanksEnded(Exception):
+    """The ranks that this process started have ended, and have said why; code: the exit code of the first that failed."""
+
+    def __init__(self, code, cause):
+        super().__init__(cause)
+        self.code = code
 
 
 def arguments(doc):
@@ -52,26 +66,32 @@ def arguments(doc):
 
 
 def run(main):
-    """Call main() and end the process: 0 done, 2 refused, 143 / 130 stopped by TERM / INT."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _on_signal)
-    code = 0
+    """Call main() and end the process: 0 done, 1 failed, 2 refused, 143 / 130 / 129 stopped by TERM / INT / HUP."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup's ignored HUP stays ignored
+            signal.signal(number, _on_signal)
+    code, cause = 0, ""
     try:
         main()
     except Refused as error:
-        log(f"refused: {error}", every_rank=True)
-        code = 2
+        code, cause = 2, str(error)
+        log(f"refused: {cause}", every_rank=True)
     except Stopped:
-        log(f"stopped by {signal.Signals(_signal['number']).name}; the same command goes on from here")
-        code = 128 + _signal["number"]
+        code, cause = 128 + _signal["number"], f"stopped by {signal.Signals(_signal['number']).name}"
+        log(f"{cause}; the same command goes on from here")
+    except RanksEnded as error:
+        code, cause = error.code, str(error)
     except Exception as error:
         if full := _disk_full(error):
-            log(f"refused: {full}; make room, then the same command goes on", every_rank=True)
-            code = 2
+            code, cause = 2, f"{full}; make room, then the same command goes on"
+            log(f"refused: {cause}", every_rank=True)
         else:
-            traceback.print_exc()
-            code = 1
-    progress.stop()
+            code, cause = 1, traceback.format_exception_only(error)[-1].strip()
+            for line in traceback.format_exc().splitlines():
+                log(line, every_rank=True)
+            rank = f"rank {progress.RANK}: " if "RANK" in os.environ else ""
+            log(f"failed: {rank}{cause}", every_rank=True)
+    progress.stop(STATES.get(code, "stopped" if code > 128 else "failed"), code, cause)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:  # at once: requests still in flight belong to a server that is gone and would be retried for a minute
@@ -97,7 +117,8 @@ def _on_signal(number, frame):
     now = time.time()
     if _signal["number"] is None:
         _signal.update(number=number, time=now)
-        log(f"{signal.Signals(number).name}: stopping at the next safe point")
+        if "RANK" not in os.environ:  # which had it from the process that started it
+            log(f"{signal.Signals(number).name}: stopping at the next safe point")
     elif now - _signal["time"] > 10:  # a repeat within 10 s is the same wish (Ctrl-C reaches the whole group at once)
         log(f"{signal.Signals(number).name} again: stopping at once")
         os._exit(128 + number)  # whatever runs is abandoned as by kill -9, which every stage survives
@@ -108,7 +129,7 @@ def stop_requested():
 
 
 def check_stop():
-    """A safe point: raise Stopped if TERM or INT has come."""
+    """A safe point: raise Stopped if TERM, INT or HUP has come."""
     if stop_requested():
         raise Stopped
 
@@ -119,7 +140,8 @@ def begin(args):
     Every other Path in `args` is an input and must be there: a finished stage, a model directory, or a file.
     """
     out = args.out
-    if "RANK" in os.environ:  # the process that became torchrun has claimed it
+    if "RANK" in os.environ:  # the process that started the ranks has claimed it
+        _own_the_log(part_log(out, f"rank-{progress.RANK}"))
         progress.start(out)
         return out
     values = vars(args)
@@ -146,8 +168,30 @@ def begin(args):
         os.utime(out / "done.json")
         log(f"{out} is done already; delete it to start afresh")
         sys.exit(0)
+    _own_the_log(part_log(out, "libraries"))
     progress.start(out)
     return out
+
+
+def part_log(out, part):
+    """Where the output of one part (sglang, libraries, rank-1) goes: beside the job's log, else into the stage directory."""
+    job = os.environ.get("JOB_LOG")
+    return Path(f"{job.removesuffix('.log')}.{out.name}.{part}.log") if job else out / f"{part}.log"
+
+
+def _own_the_log(path):
+    """Keep this process's output for progress.log, and send what libraries print or log, in whatever way they set logging
+    up, C++ included, to a file of their own."""
+    progress.output = os.dup(1)
+    if progress.terminal:
+        progress.terminal = os.fdopen(os.dup(2), "w")
+    sys.stdout.flush()
+    with open(path, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    print(f"== {time.strftime('%F %T')} {Path(sys.argv[0]).name}, pid {os.getpid()}")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def finish(out, rows_in, rows_out, dropped, **summary):
@@ -156,9 +200,10 @@ def finish(out, rows_in, rows_out, dropped, **summary):
     if rows_in != rows_out + sum(dropped.values()):
         raise AssertionError(f"{rows_in} rows in, {rows_out} out, dropped {dropped}: rows are unaccounted for")
     record = {"rows_in": rows_in, "rows_out": rows_out, "dropped": dropped, **summary,
-              "seconds": round(progress.seconds(), 1), "commit": commit(), "finished": time.strftime("%FT%T")}
-    progress.stop()
+              "seconds": round(progress.seconds(), 1), "phases": progress.phases(), "host": socket.gethostname(),
+              "commit": commit(), "finished": time.strftime("%FT%T")}
     os.sync()  # products that libraries wrote are on the disk before the file that says so
+    progress.stop("done")
     write(out / "done.json", json.dumps(record, indent=1) + "\n")
     drops = f", dropped {sum(dropped.values())} ({', '.join(f'{r} {n}' for r, n in dropped.items())})" if dropped else ""
     log(f"done: {rows_in} rows in, {rows_out} out{drops}; {progress.span(record['seconds'])}")
@@ -170,12 +215,53 @@ def done(directory):
 
 
 def torchrun():
-    """Replace this process by NPROC ranks of the same command, unless it is one of them or NPROC is 1."""
-    ranks = os.environ.get("NPROC", "1")
-    if "RANK" not in os.environ and ranks != "1":
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                  f"--nproc-per-node={ranks}", "--no-python", *CHILD, sys.executable, *sys.argv])
+    """Return in a rank, or if NPROC is 1; else run NPROC ranks of this command through torchrun and raise RanksEnded.
+
+    This process stays: it holds the lock, passes a signal on to the ranks themselves (torchrun would kill them 30 s later,
+    and a checkpoint may take longer), and tells which rank failed first.
+    """
+    ranks, out = os.environ.get("NPROC", "1"), progress.directory()
+    if "RANK" in os.environ or ranks == "1":
+        return
+    progress.phase(f"starting {ranks} ranks")
+    for old in out.glob(".rank-*.json"):
+        old.unlink()
+    told, report = False, part_log(out, "torchrun")
+    with open(report, "wb") as file:
+        agent = subprocess.Popen([*CHILD, sys.executable, "-m", "torch.distributed.run", "--standalone",
+                                  f"--nproc-per-node={ranks}", "--no-python", *CHILD, sys.executable, *sys.argv],
+                                 stdin=subprocess.DEVNULL, stdout=progress.output, stderr=file, start_new_session=True,
+                                 env={**os.environ, **progress.leader()})
+    while agent.poll() is None:
+        time.sleep(0.2)
+        if any(out.glob(".rank-*.json")):
+            progress.hand_over()
+        if stop_requested() and not told:
+            told = True
+            for rank in psutil.Process(agent.pid).children():
+                rank.send_signal(_signal["number"])
+    if agent.returncode == 0:
+        raise RanksEnded(0, "")
+    raise RanksEnded(*_first_failure(report.read_text(errors="replace"), out))
+
+
+def _first_failure(report, out):
+    """(exit code of the stage, cause) from torchrun's report; a rank that could not speak for itself is spoken for."""
+    found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", report, re.DOTALL)
+    if not found:
+        cause, end = "torchrun failed", part_log(out, "torchrun")
+    else:
+        rank, code = map(int, found.groups())
+        if code == 2 or code > 128:
+            progress.amend(out, state=STATES.get(code, "stopped"), exit=code)
+            return code, progress.read(out).get("cause", "")
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        cause, end = f"rank {rank} failed first ({how})", part_log(out, f"rank-{rank}")
+    for line in progress.last_lines(end, 6):
+        log(f"{end.stem}: {line}")
+    log(f"failed: {cause}; {end}")
+    progress.amend(out, state="failed", exit=1, cause=cause)
+    return 1, cause
 
 
 def write(path, data):
@@ -259,7 +345,6 @@ def _lock(out):
     """Hold OUT/.lock as long as this process lives, so that a second one on the same directory is refused."""
     global _held
     _held = open(out / ".lock", "w")
-    os.set_inheritable(_held.fileno(), True)  # torchrun replaces this process and goes on holding it
     try:
         fcntl.flock(_held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

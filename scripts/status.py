@@ -1,47 +1,126 @@
-"""One line a stage of every run: done or how far, what it cost, which commit made it.
+"""One line a stage of every run: done, running, stalled, died, stopped or waiting; how far, how fast, when it ends.
 
 Example
-    python scripts/status.py runs
+    python scripts/status.py runs                  ssh box make -sC eaglet status
+    python scripts/status.py runs --json           {stages: [{run, stage, state, ...}], jobs: [...]}, for programs
+    python scripts/status.py runs --watch          anew every 2 seconds, on a terminal
 
-Reads   done.json and progress.json of every stage directory below the folders named
+Reads   done.json and progress.json of every stage directory below the folders named; logs/*.lock: the launched jobs
 Writes  nothing
+
+state   done       done.json is there
+        running    its process lives and its heartbeat is young; stalled: it does not advance, and for what it waits
+        stopped, refused, failed     as it ended itself
+        died       its process is gone, or another one has its number; no word was left
+        silent     its process lives, or is on another machine, and has given no sign of life for a minute
+        waiting    not begun, while an earlier stage of the run exists
 """
+import argparse
 import json
 import socket
 import sys
 import time
 from pathlib import Path
 
+import job
+import progress
 import stage
-from progress import span
+from progress import STAGES, span
+
+FACTS = ("acceptance_length", "speedup", "steps", "tokens")
+SILENT = 60.0  # seconds; progress.json is written every 5
 
 
-def line(directory, head):
-    if (directory / "done.json").exists():
-        done = json.loads((directory / "done.json").read_text())
-        drops = f", dropped {sum(done['dropped'].values())}" if done["dropped"] else ""
-        old = "" if done["commit"] == head else f" (now {head})"
-        facts = "".join(f"  {k} {done[k]}" for k in ("acceptance_length", "speedup", "steps") if k in done)
-        return f"done {done['finished']}  {span(done['seconds'])}  {done['rows_out']} rows{drops}{facts}  {done['commit']}{old}"
+def look(directory):
+    """What is known of one stage directory: {state, seconds, rows_out, ...}; progress.json's fields while it is unfinished."""
     try:
-        now = json.loads((directory / "progress.json").read_text())
+        return {"state": "done", **json.loads((directory / "done.json").read_text())}
     except (OSError, ValueError):
-        return "begun"
-    here = now["host"] == socket.gethostname()
-    how = "stopped" if here and not Path(f"/proc/{now['pid']}").exists() else "running" if here else f"on {now['host']}"
-    far = f"  {now['done']}/{now['total']} {now['unit']}s" if now["total"] else ""
-    eta = f"  eta {span(now['eta'])}" if now["eta"] and how != "stopped" else ""
-    return f"{how}  {now['phase']}{far}{eta}  last advance {span(time.time() - now['advanced'])} ago"
+        pass
+    now = progress.read(directory)
+    if not now:
+        return {"state": "waiting"}
+    if now["state"] in ("running", "stalled"):
+        if now["host"] == socket.gethostname() and not job.alive(now["pid"], now["born"]):
+            now["state"] = "died"
+        elif time.time() - now["beat"] > SILENT:
+            now["state"] = "silent"
+    return now
+
+
+def runs(roots):
+    """{stage directory: what is known} of every run, in the order of the flow; what has not begun included."""
+    begun = {p.parent for root in roots for depth in range(4) for s in STAGES for p in Path(root).glob("*/" * depth + f"{s}/args")}
+    found = {}
+    for data in sorted({d.parent for d in begun if d.name in STAGES[:3]}):
+        drafts = sorted({d.parent for d in begun if d.parent.parent == data})
+        for directory in [data / s for s in STAGES[:3]] + [d / s for d in drafts for s in STAGES[3:]]:
+            found[directory] = look(directory)
+    return found | {d: look(d) for d in sorted(begun - found.keys())}
+
+
+def line(now, head):
+    """The stage in words."""
+    if now["state"] == "waiting":
+        return "waiting"
+    if now["state"] == "done":
+        drops = f", dropped {sum(now['dropped'].values())}" if now["dropped"] else ""
+        facts = "".join(f"  {k} {now[k]}" for k in FACTS if k in now)
+        old = "" if now["commit"] == head else f" (now {head})"
+        return f"done {now['finished']}  {span(now['seconds'])}  {now['rows_out']} rows{drops}{facts}  {now['commit']}{old}"
+    parts = [now["state"] + (f" on {now['host']}" if now["host"] != socket.gethostname() else ""), now["phase"]]
+    if now["total"]:
+        parts += [f"{now['done']}/{now['total']} {now['unit']}s", f"{100 * now['done'] / now['total']:.1f}%"]
+    parts += [f"{k.replace('_', '-')} {v}" for k, v in now["metrics"].items()]
+    if now["state"] == "running":
+        parts += [f"{now['rate']:.3g} {now['unit']}/s"] if now["rate"] else []
+        parts += [f"eta {span(now['eta'])}"] if now["eta"] else []
+        parts += [f"all {span(now['eta_all'])}"] if now["eta_all"] else []
+    elif now["state"] in ("stalled", "silent"):
+        parts += [f"no advance for {span(time.time() - now['advanced'])}", now["waits"]]
+    else:
+        parts += [f"{span(time.time() - now['beat'])} ago", now.get("cause", "")]
+    return "  ".join(p for p in parts if p)
+
+
+def size(directory):
+    """Bytes of the files of a stage; of its folders only one level down, where checkpoints and data sets lie."""
+    return sum(f.stat().st_size for f in (*directory.glob("*"), *directory.glob("*/*")) if f.is_file())
+
+
+def report(roots):
+    found = runs(roots)
+    return [{"run": str(d.parent), "stage": d.name, "bytes": size(d), **now} for d, now in found.items()], job.running()
+
+
+def show(roots):
+    head = stage.commit()
+    stages, jobs = report(roots)
+    width = max((len(f"{s['run']}/{s['stage']}") for s in stages), default=0)
+    lines = [f"{s['run'] + '/' + s['stage']:<{width}} {progress.size(s['bytes']):>8}  {line(s, head)}" for s in stages]
+    lines += [f"job {j['job']}: since {j['since']}, pid {j['pid']}, {j['log']}" for j in jobs]
+    return "\n".join(lines) or f"no stage has begun below {' '.join(map(str, roots))}"
 
 
 def main():
-    head = stage.commit()
-    found = sorted(p.parent for root in sys.argv[1:] for p in Path(root).glob("**/[0-9][0-9]_*/args") if "." not in p.parent.name)
-    for directory in found:
-        print(f"{str(directory):<44} {line(directory, head)}")
-    if not found:
-        print(f"no stage has begun below {' '.join(sys.argv[1:])}")
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("roots", nargs="*", type=Path, default=[Path("runs")], help="folders of runs (default runs)")
+    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--watch", action="store_true", help="anew every 2 seconds, on a terminal")
+    args = p.parse_args()
+    if args.json:
+        stages, jobs = report(args.roots)
+        print(json.dumps({"stages": stages, "jobs": jobs}, indent=1))
+        return
+    print(show(args.roots))
+    while args.watch and sys.stdout.isatty():
+        time.sleep(2)
+        text = show(args.roots)
+        print(f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}\n{text}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        pass

@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import time
+from contextlib import nullcontext
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -143,6 +145,7 @@ class Data:
         if not self.rows["train"]:
             raise Refused(f"{tokens} holds no row of the training split")
         self.ranks, self.steps = ranks, []                             # steps: (epoch, one pack a rank)
+        self.begun = False
         for epoch in range(epochs):
             self.steps += [(epoch, group) for group in self._groups("train", size, f"{seed}-{epoch}")]
         self.validation = self._groups("val", size)
@@ -170,7 +173,11 @@ class Data:
                                              multiprocessing_context="fork" if workers else None,  # spawned ones import
                                              worker_init_fn=_leave_signals_to_the_parent,          # torch: 10 to 20 s
                                              pin_memory=self.ranks.device.type == "cuda")
-        for group, pack, batch in zip(groups, mine, loader):
+        batches = iter(zip(groups, mine, loader))
+        with nullcontext() if self.begun else progress.aside("loading the first batch"):  # workers start, files are read
+            self.begun = True
+            first = list(islice(batches, 1))
+        for group, pack, batch in chain(first, batches):
             if batch["error_records"]:
                 raise Refused(f"of the rows {pack} at least one has states of other token ids: extract again")
             share = self.count(self.trained, [pack]) / max(1, self.count(self.trained, group))
@@ -201,7 +208,7 @@ class Trainer:
                                                                        weight_decay=args.weight_decay))
         self.scheduler = get_linear_schedule_with_warmup(self.optimizer, self.warmup, self.total)
         self.loss = resolve_loss_config("kl_div", "eager")  # "fused" (Triton) fails inside torch.compile of torch 2.11
-        self.step, self.saved = 0, time.monotonic()
+        self.step, self.saved, self.compiled = 0, time.monotonic(), set()
         self.sums, self.reported, self.begun = self.no_sums(), 0, (0, time.monotonic())
 
     def no_sums(self):
@@ -215,10 +222,13 @@ class Trainer:
         ends = {i + 1 for i, (epoch, _) in enumerate(self.data.steps) if i + 1 == self.total or self.data.steps[i + 1][0] != epoch}
         groups = [group for _, group in self.data.steps[self.step:]]
         self.begun = (self.step, time.monotonic())
-        progress.phase("training", self.total, "step", done=self.step)
+        to_come = sum(end > self.step for end in ends)
+        progress.phase("training", self.total, "step", done=self.step, asides={
+            "validating": to_come if self.data.validation else 0, "writing checkpoint": to_come})
         for batch, share in self.data.batches(groups):
-            loss = self.forward(self.model, batch, share, self.sums)
-            loss.backward()
+            with self.compiling("training"):
+                loss = self.forward(self.model, batch, share, self.sums)
+                loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), 1.0)
             self.sums[0] += norm.detach() * 0  # nothing, unless a gradient is not finite
             self.optimizer.step()
@@ -237,6 +247,13 @@ class Trainer:
                     self.save()
                 if stopping:
                     raise stage.Stopped
+
+    def compiling(self, what):
+        """On a GPU speculators compiles its forward when it first runs, for training and for validation: a minute each."""
+        if self.ranks.device.type == "cpu" or what in self.compiled:
+            return nullcontext()
+        self.compiled.add(what)
+        return progress.aside(f"compiling for {what}")
 
     def forward(self, model, batch, share, sums):
         """Loss of this rank's pack, weighted so that the mean over ranks is the mean over the step's trained tokens."""
@@ -277,9 +294,11 @@ class Trainer:
         if not self.data.validation:
             return
         sums, trained = self.no_sums(), [self.data.count(self.data.trained, g) for g in self.data.validation]
-        with progress.aside("validating"):
+        with progress.aside("validating", len(trained), "pack"):
             for (batch, share), n in zip(self.data.batches(self.data.validation), trained):
-                self.forward(self.draft, batch, share * n / max(1, sum(trained)), sums)
+                with self.compiling("validation"):
+                    self.forward(self.draft, batch, share * n / max(1, sum(trained)), sums)
+                progress.advance()
         loss, acc = self.read(sums, 1)
         self.append("validation", step=self.step, time=round(time.time(), 2), epoch=self.data.steps[self.step - 1][0],
                     loss=round(loss, 6), acc=acc)
@@ -298,21 +317,23 @@ class Trainer:
         """
         self.saved = time.monotonic()
         self.must_be_finite(self.ranks.total(self.sums.clone())[0].item())
-        if self.ranks.rank:
-            return
-        folder = self.out / "checkpoints"
-        folder.mkdir(exist_ok=True)
         with progress.aside("writing checkpoint"):
-            temporary = folder / ".checkpoint.tmp"
-            with open(temporary, "wb") as file:
-                torch.save({"step": self.step, "weights": {n: p.detach() for n, p in self.trainable.items()},
-                            "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
-                            "sums": self.sums, "reported": self.reported, "plan": self.data.plan}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, folder / f"step-{self.step:09d}.pt")
-            for old in sorted(folder.glob("step-*.pt"))[:-2]:
-                old.unlink()
+            if self.ranks.rank == 0:
+                self.write_checkpoint(self.out / "checkpoints")
+            self.ranks.agree(False)  # nobody leaves before it is written: torchrun ends the ranks once one has ended
+
+    def write_checkpoint(self, folder):
+        folder.mkdir(exist_ok=True)
+        temporary = folder / ".checkpoint.tmp"
+        with open(temporary, "wb") as file:
+            torch.save({"step": self.step, "weights": {n: p.detach() for n, p in self.trainable.items()},
+                        "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
+                        "sums": self.sums, "reported": self.reported, "plan": self.data.plan}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / f"step-{self.step:09d}.pt")
+        for old in sorted(folder.glob("step-*.pt"))[:-2]:
+            old.unlink()
 
     def resume(self):
         """Load the newest checkpoint, if any, and drop what the interrupted run logged after it."""

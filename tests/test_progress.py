@@ -130,7 +130,8 @@ def test_progress_json_is_whole_at_every_read(start, tmp_path):
     process.kill()
     process.wait()
     assert json.loads(path.read_bytes()).keys() == {"stage", "phase", "done", "total", "unit", "rate", "eta", "metrics",
-                                                    "pid", "host", "advanced", "seconds"}
+                                                    "pid", "host", "advanced", "seconds", "state", "eta_all", "waits",
+                                                    "born", "job", "beat", "phases"}
 
 
 def test_progress_json_tells_rate_and_time_left(said, tmp_path):
@@ -160,7 +161,9 @@ def test_an_exception_ends_the_stage_though_its_threads_still_run(start):
                     "    threading.Thread(target=time.sleep, args=(300,)).start()\n    progress.advance(3)\n    raise OSError('no such thing')\n"
                     "stage.run(main)\n")
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and b"OSError: no such thing" in err and b"row 3/9" in out
+    assert process.returncode == 1 and b"row 3/9" in out, err
+    lines = out.decode().splitlines()
+    assert "failed: OSError: no such thing" in lines[-2] and "row 3/9" in lines[-1] and all(line[2] == ":" for line in lines)
 
 
 def test_a_log_on_a_full_disk_stops_no_stage(start, tmp_path):
