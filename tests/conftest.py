@@ -42,3 +42,11 @@ def tiny(tmp_path_factory):
     from tiny import make
 
     return make(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def prepared(tiny, tmp_path_factory):
+    """02_prepare's and 03_extract's directories for 30 rows of random ids on the tiny target (tests/tiny.py)."""
+    from tiny import prepare
+
+    return prepare(tiny, tmp_path_factory.mktemp("prepared"))

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -42,3 +43,71 @@ def kill_when(command, ready, delay=0.0, **env):
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, alive
     return output, running
+
+
+class Watched:
+    """A command under nohup, as one starts it over ssh, `nohup … > LOG 2>&1 < /dev/null`, whose log is read as it grows.
+
+    lines: [(seconds since the start when the line was there, text)]; took: seconds to its end, None before; code.
+    """
+
+    def __init__(self, command, log, **env):
+        assert "PYTHONUNBUFFERED" not in env
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {k: str(v) for k, v in env.items()}
+        self.log, self.lines, self.took, self.code = Path(log), [], None, None
+        with open(log, "wb") as file:
+            self.began = time.monotonic()
+            self.process = subprocess.Popen(["nohup", sys.executable, *map(str, command)], cwd=ROOT, env=env, stdout=file,
+                                            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self):
+        with open(self.log, newline="\n") as file:  # \r stays what it is
+            part = ""
+            while True:
+                code = self.process.poll()
+                now, text = time.monotonic() - self.began, file.read()
+                *whole, part = (part + text).split("\n")
+                self.lines += [(now, line) for line in whole]
+                if code is not None:
+                    self.lines += [(now, part)] if part else []
+                    self.took, self.code = now, code
+                    return
+                time.sleep(0.05)
+
+    def wait(self, timeout=600):
+        """The exit code, once it has ended."""
+        self.thread.join(timeout)
+        assert self.code is not None, self.text()
+        return self.code
+
+    def until(self, *wanted, timeout=300):
+        """The first line that holds all that is wanted, as soon as it is there."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            ended = self.code is not None
+            for _, line in list(self.lines):
+                if all(w in line for w in wanted):
+                    return line
+            if ended:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"no line holds {wanted}:\n{self.text()}")
+
+    def text(self):
+        return "\n".join(f"{t:6.1f}  {line}" for t, line in self.lines)
+
+    def family(self):
+        """Every process that descends from it now."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def gone(processes, within=60):
+    """Whether all of these end in time; a zombie, which waits for its parent alone, has ended."""
+    end = time.monotonic() + within
+    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True

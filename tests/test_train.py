@@ -17,38 +17,6 @@ pytestmark = pytest.mark.slow
 FLAGS = ["--draft-vocab", 200, "--epochs", 3, "--batch-tokens", 256, "--lr", "2e-3"]
 
 
-@pytest.fixture(scope="module")
-def prepared(tiny, tmp_path_factory):
-    """02_prepare's and 03_extract's directories for 30 rows of random ids on the tiny target."""
-    import torch
-    from safetensors.torch import save_file
-
-    import contract
-    import states
-
-    root = tmp_path_factory.mktemp("prepared")
-    draw = random.Random(0)
-    answers = root / "01_generate"
-    answers.mkdir()
-    rows = [{"id": f"r{i}", "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
-             "finish_reason": "length", "prompt_ids": [draw.randrange(3, 250) for _ in range(10)],
-             "answer_ids": [draw.randrange(3, 60) for _ in range(draw.randrange(20, 90))]} for i in range(30)]
-    (answers / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (answers / "done.json").write_text("{}")
-    script("02_prepare", "--answers", answers, "--model", tiny, "--out", root / "02_prepare")
-    extracted = root / "03_extract"
-    extracted.mkdir()
-    layers, target = contract.layer_ids(tiny), states.reference(tiny, torch.float32)
-    for i, row in enumerate(rows):
-        ids = row["prompt_ids"] + row["answer_ids"]
-        save_file({"hidden_states": target(ids, layers).to(torch.bfloat16), "token_ids": torch.tensor(ids)},
-                  states.file_of(extracted, i))
-    contract.write(extracted, root / "02_prepare", layer_ids=layers, layer_meaning=contract.STATE, last_state=contract.LAST,
-                   dtype="float32", engine="transformers")
-    (extracted / "done.json").write_text("{}")
-    return root
-
-
 def command(prepared, tiny, out):
     return ["scripts/04_train.py", "--tokens", prepared / "02_prepare", "--states", prepared / "03_extract", "--model", tiny,
             "--out", out, *FLAGS]

@@ -3,6 +3,9 @@
 Its weights are large, so that its logits are far apart and near ties stay rare, and its final norm's gain is far from 1,
 so that a state taken after the norm can't pass for one taken before.
 """
+import json
+import random
+
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -29,3 +32,40 @@ def make(path, layers=8, hidden=64):
     torch.nn.init.uniform_(model.model.norm.weight, 0.2, 3.0)
     model.to(torch.bfloat16).save_pretrained(path)
     return path
+
+
+def prepare(model, root, rows=30, longest=90):
+    """Make `root`/02_prepare and `root`/03_extract, the inputs of 04, for rows of random ids; the states come from
+    transformers, so no server is needed.  Returns `root`."""
+    import torch
+    from running import script
+    from safetensors.torch import save_file
+
+    import contract
+    import states
+
+    answers, extracted = root / "01_generate", root / "03_extract"
+    rows = answer(answers, rows, longest)
+    script("02_prepare", "--answers", answers, "--model", model, "--out", root / "02_prepare")
+    extracted.mkdir()
+    layers, target = contract.layer_ids(model), states.reference(model, torch.float32)
+    for i, row in enumerate(rows):
+        ids = row["prompt_ids"] + row["answer_ids"]
+        save_file({"hidden_states": target(ids, layers).to(torch.bfloat16), "token_ids": torch.tensor(ids)},
+                  states.file_of(extracted, i))
+    contract.write(extracted, root / "02_prepare", layer_ids=layers, layer_meaning=contract.STATE, last_state=contract.LAST,
+                   dtype="float32", engine="transformers")
+    (extracted / "done.json").write_text("{}")
+    return root
+
+
+def answer(out, count, longest=90):
+    """Make `out`, 01_generate's directory, with `count` rows of random ids, and return them."""
+    draw = random.Random(0)
+    out.mkdir(parents=True)
+    rows = [{"id": f"r{i}", "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+             "finish_reason": "length", "prompt_ids": [draw.randrange(3, 250) for _ in range(10)],
+             "answer_ids": [draw.randrange(3, 60) for _ in range(draw.randrange(20, longest))]} for i in range(count)]
+    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (out / "done.json").write_text("{}")
+    return rows
