@@ -28,6 +28,9 @@ include env/$(TARGET).env
 ifneq ($(filter command line,$(origin API_KEY)),)
 $(error API_KEY on a make command line can be read by everyone who lists processes: export it)
 endif
+ifneq ($(findstring @,$(API))$(findstring ?,$(API)),)
+$(error API with a user, a password or a query can be read by everyone who lists processes: export API_KEY instead)
+endif
 
 D := $(RUNS)/$(TARGET)/$(DATA)
 N := $(D)/$(NAME)

@@ -40,14 +40,22 @@ def alive(pid, born):
     """Whether process `pid` is there and still the one created at `born`, and no zombie."""
     try:
         process = psutil.Process(pid)
-        return abs(process.create_time() - born) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        return pid is not None and abs(process.create_time() - born) < 1.0 and lives(process)
+    except (psutil.NoSuchProcess, TypeError, ValueError):  # or a record that is not ours
+        return False
+
+
+def lives(process):
+    """Whether a psutil.Process still is that process, and no zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def taken(file, tries=5):
+def taken(file):
     """Lock an open file, if nobody holds it; `held` in another process may for a moment."""
-    for _ in range(tries):
+    for _ in range(5):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -57,16 +65,28 @@ def taken(file, tries=5):
 
 
 def held(lock):
-    """Whether some process holds a lock file: a job runs."""
-    if not lock.exists():
-        return False
-    with open(lock) as file:
-        return not taken(file, tries=1)
+    """Whether some process holds a lock file: a job runs.  Two that ask at once do not take each other for the job."""
+    try:
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def holder(lock):
+    """What a lock file says of the job that holds it, or {}."""
+    try:
+        return json.loads(lock.read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def running():
     """The launched jobs that run: what their lock files say."""
-    return [json.loads(lock.read_text()) for lock in sorted(LOGS.glob("*.lock")) if held(lock) and lock.stat().st_size]
+    return [says for lock in sorted(LOGS.glob("*.lock")) if held(lock) and (says := holder(lock))]
 
 
 def family(log):
@@ -94,13 +114,22 @@ def current(dirs, job, since=0.0):
     return max((r for r in records(dirs) if r["job"] == job and r["beat"] >= since), key=lambda r: r["beat"], default={})
 
 
+def seconds(name, text):
+    """A setting that is a time."""
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise stage.Refused(f"{name}={text} is no number of seconds")
+    return float(text)
+
+
 def launch(args):
+    first_step = args.wait == "first-step"
+    deadline = time.time() + (float("inf") if first_step else seconds("WAIT", args.wait))
     log, lock = LOGS / f"{args.job}.log", LOGS / f"{args.job}.lock"
     LOGS.mkdir(exist_ok=True)
     file = open(lock, "a+")
     if not taken(file):
-        first = lock.read_text()
-        first = "" if not first else " (pid {pid} on {host} since {since}: {command})".format(**json.loads(first))
+        first = holder(lock)
+        first = first and " (pid {pid} on {host} since {since}: {command})".format(**first) or ""
         raise stage.Refused(f"{args.job} runs already{first}: make tail, make stop")
     file.truncate(0)
     began, start = time.time(), log.stat().st_size if log.exists() else 0
@@ -111,11 +140,10 @@ def launch(args):
                                   pass_fds=[file.fileno()], env={**env, "JOB_LOG": str(log), "JOB_LOCK": str(file.fileno())})
     file.close()  # held by the job from here on
     print(f"{args.job} launched (pid {runner.pid}): {log}", flush=True)
-    first_step, deadline = args.wait == "first-step", None if args.wait == "first-step" else began + float(args.wait)
-    while runner.poll() is None and (deadline is None or time.time() < deadline):
+    while runner.poll() is None and time.time() < deadline:
         time.sleep(0.2)
         record = current(args.dirs, args.job, began)
-        if first_step and record.get("done") and record["unit"] in ("step", "row"):
+        if first_step and record.get("rate") and not record["phase"].startswith("checking"):  # an earlier run's steps have no rate
             break
     code = runner.poll()
     record = current(args.dirs, args.job, began)
@@ -128,7 +156,8 @@ def launch(args):
     with open(log, "rb") as text:
         text.seek(start)
         print(*text.read().decode(errors="replace").splitlines()[-12:], sep="\n")
-    print(f"died: {record.get('cause') or 'see above'} (exit {code})")
+    ended = record if record.get("exit") else {}  # else it left no word, or the one before it had ended well
+    print(f"{ended.get('state', 'died')}: {ended.get('cause') or 'see above'} (exit {code})")
     return code
 
 
@@ -149,7 +178,7 @@ def run(args):
         signal.signal(number, signal.SIG_IGN)  # as nohup does; make and the stages inherit it
     lock, log, began = int(os.environ.pop("JOB_LOCK")), Path(os.environ["JOB_LOG"]), time.time()
     os.set_inheritable(lock, True)
-    command = re.sub(r"//[^/@\s]*@", "//***@", " ".join(args.command))
+    command = re.sub(r"\?\S+", "?***", re.sub(r"//\S*@", "//***@", " ".join(args.command)))
     os.write(lock, json.dumps({"job": args.job, "pid": os.getpid(), "born": psutil.Process().create_time(),
                                "host": socket.gethostname(), "since": time.strftime("%FT%T"), "command": command,
                                "log": str(log), "dirs": [str(d) for d in args.dirs]}).encode())
@@ -157,6 +186,7 @@ def run(args):
     process = subprocess.Popen(args.command, pass_fds=[lock], cwd=stage.ROOT)  # inherited: held while anything lives
     signal.signal(signal.SIGTERM, lambda *_: signal_stage(args.dirs, family(log)))
     code = process.wait()
+    code = code if code >= 0 else 128 - code
     record = current(args.dirs, args.job, began)
     if code and record.get("exit"):  # make says 2 whatever its stage said
         code = record["exit"]
@@ -164,18 +194,18 @@ def run(args):
     return code
 
 
-def signal_stage(dirs, members):
-    """TERM to the stages among `members`; to make, if none has begun.  Returns what was signalled."""
-    chosen = [members[r["pid"]] for r in records(dirs)
-              if r["pid"] in members and alive(r["pid"], r["born"]) and "exit" not in r]
-    if not chosen:
-        chosen = [m for m in members.values() if m.is_running() and m.name() == "make"]
-    for process in chosen:
+def signal_stage(dirs, members, told=()):
+    """TERM to the stage among `members`; to make, if none has begun.  Returns what was signalled, `told` included."""
+    stages = {r["pid"] for r in records(dirs) if r["pid"] in members and alive(r["pid"], r["born"])}
+    told = set(told)
+    for process in members.values():
         try:
-            process.terminate()
+            if process not in told and (process.pid in stages or not stages and process.name() == "make"):
+                process.terminate()
+                told.add(process)
         except psutil.NoSuchProcess:
             pass
-    return chosen
+    return told
 
 
 def tail(args):
@@ -192,32 +222,38 @@ def tail(args):
                 break
             time.sleep(0.5)
         file.seek(0)
-        ended = re.findall(r"^== \S+ exit (\d+)$", file.read(), re.MULTILINE)
-    return int(ended[-1]) if ended else 1
+        last = re.findall(r"^== .*", file.read(), re.MULTILINE)[-1:]  # of this run, not of one before it
+    ended = re.search(r" exit (\d+)$", *last) if last else None
+    if not ended:
+        print(f"{args.job} ended without a word: it was killed, or the machine went down")
+    return int(ended[1]) if ended else 1
 
 
 def stop(args):
-    """The job of this name; or, if none was launched, the stages that run in its directories."""
-    log, lock = LOGS / f"{args.job}.log", LOGS / f"{args.job}.lock"
-    launched = held(lock)
-    members = family(log) if launched else foreground(args.dirs)
-    if not members:
+    """The job of this name, and the stages that run in its directories without having been launched."""
+    log, runner = LOGS / f"{args.job}.log", holder(LOGS / f"{args.job}.lock").get("pid")
+    until, said, told, killed = time.time() + seconds("STOP_WAIT", os.environ.get("STOP_WAIT") or "900"), 0.0, set(), set()
+    seen = found = family(log) | foreground(args.dirs)
+    if not seen:
         print(f"{args.job} is not running")
         return 0
-    signal_stage(args.dirs, members)
-    until, said, seen = time.time() + float(os.environ.get("STOP_WAIT", 900)), 0.0, members
-    while time.time() < until and any(m.is_running() and m.status() != psutil.STATUS_ZOMBIE for m in seen.values()):
-        time.sleep(0.2)
-        seen |= family(log) if launched else {}
-        if time.time() - said > 10:
-            said = time.time()
-            record = current(args.dirs, args.job if launched else "")
+    while left := [m for m in seen.values() if lives(m)]:
+        now = time.time()
+        if now > until + 30:
+            break
+        if now > until:  # the runner ends by itself, and notes how
+            killed |= {m for m in left if m.pid != runner or now > until + 10}
+            for process in killed.intersection(left):
+                process.kill()
+        else:
+            told = signal_stage(args.dirs, found, told)  # a stage that ended well may be followed by another
+        if now - said > 10:
+            said, record = now, last_of(args.dirs, seen)
             print(f"stopping; {how(record)}" if record else "stopping", flush=True)
-    killed = [m for m in seen.values() if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
-    for process in killed:
-        process.kill()
-    _, left = psutil.wait_procs(killed, timeout=30)
-    record = current(args.dirs, args.job if launched else "")
+        time.sleep(0.2)
+        found = family(log) | foreground(args.dirs)
+        seen = seen | found
+    record = last_of(args.dirs, seen)
     print(f"stopped{f', after killing {len(killed)} processes' if killed else ''}"
           + (f": {record['stage']} at {record['unit']} {record['done']} of {record['total']}" if record.get("total") else ""))
     if left:
@@ -225,14 +261,22 @@ def stop(args):
     return 1 if left else 0
 
 
+def last_of(dirs, members):
+    """The record of the stage among `members` that gave a sign of life last, or {}."""
+    return max((r for r in records(dirs) if r["pid"] in members), key=lambda r: r["beat"], default={})
+
+
 def foreground(dirs):
     """The stages that run in `dirs` and their descendants, unless they belong to some launched job."""
     found = {}
     for record in records(dirs):
-        if record["host"] == socket.gethostname() and alive(record["pid"], record["born"]):
-            leader = psutil.Process(record["pid"])
-            if "JOB_LOG" not in leader.environ():
-                found |= {m.pid: m for m in (leader, *leader.children(recursive=True))}
+        try:
+            if record["host"] == socket.gethostname() and alive(record["pid"], record["born"]):
+                leader = psutil.Process(record["pid"])
+                if "JOB_LOG" not in leader.environ():
+                    found |= {m.pid: m for m in (leader, *leader.children(recursive=True))}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            pass
     return found
 
 

@@ -49,6 +49,9 @@ LOG_EVERY = max(0.1, float(os.environ.get("LOG_EVERY", 30)))
 STALL_AFTER = float(os.environ.get("STALL_AFTER", 120))
 STALL_EXIT = float(os.environ.get("STALL_EXIT", "inf")) * 60
 SAVE_EVERY = 5.0
+UNKNOWN = {"stage": "?", "state": "?", "phase": "?", "done": 0, "total": None, "unit": "", "rate": 0.0, "eta": None, "eta_all": None,
+           "metrics": {}, "waits": "", "pid": 0, "born": 0.0, "host": "?", "job": "", "beat": 0.0, "advanced": 0.0, "seconds": 0.0,
+           "phases": {}}
 RATE_WINDOW = 120.0  # seconds; long enough to smooth a burst of answers, short enough to follow a change of load
 output = 1           # file descriptor of the log, and the terminal to draw a bar on; stage.py makes them private
 terminal = sys.stderr if sys.stderr.isatty() else None
@@ -140,8 +143,10 @@ class Phase:
         return (self.done - n0) / (clock - t0) if clock - t0 > 0.5 else 0.0
 
     def usual(self):
-        """Mean seconds between advances, or None before the first."""
-        return self.clock() / (self.done - self.first) if self.done > self.first else None
+        """Mean seconds between advances, or None before the first.  The time since the last one is not counted: a phase that
+        has stood still since its fourth unit would be patient for ever."""
+        moved = self.clock() - (time.time() - self.advanced)
+        return moved / (self.done - self.first) if self.done > self.first else None
 
     def patience(self):
         """Seconds without an advance that are no stall.  The first unit may take long: workers start, a graph compiles."""
@@ -301,10 +306,10 @@ def leader():
 
 
 def read(out):
-    """What progress.json of a stage directory says, or {}."""
+    """What progress.json of a stage directory says, or {}; what another version of it left out is UNKNOWN."""
     try:
-        return json.loads((Path(out) / "progress.json").read_text())
-    except (OSError, ValueError):
+        return UNKNOWN | json.loads((Path(out) / "progress.json").read_text())
+    except (OSError, ValueError, TypeError):
         return {}
 
 

@@ -17,6 +17,7 @@ state   done       done.json is there
 """
 import argparse
 import json
+import os
 import socket
 import sys
 import time
@@ -34,8 +35,8 @@ SILENT = 60.0  # seconds; progress.json is written every 5
 def look(directory):
     """What is known of one stage directory: {state, seconds, rows_out, ...}; progress.json's fields while it is unfinished."""
     try:
-        return {"state": "done", **json.loads((directory / "done.json").read_text())}
-    except (OSError, ValueError):
+        return {"state": "done"} | json.loads((directory / "done.json").read_text())
+    except (OSError, ValueError, TypeError):
         pass
     now = progress.read(directory)
     if not now:
@@ -50,8 +51,10 @@ def look(directory):
 
 def runs(roots):
     """{stage directory: what is known} of every run, in the order of the flow; what has not begun included."""
-    begun = {p.parent for root in roots for depth in range(4) for s in STAGES for p in Path(root).glob("*/" * depth + f"{s}/args")}
-    found = {}
+    begun, found, level = set(), {}, [Path(root) for root in roots]
+    for _ in range(4):  # RUNS/TARGET/DATA/NAME
+        begun |= {folder / s for folder in level for s in STAGES if (folder / s / "args").exists()}
+        level = [Path(e.path) for folder in level for e in entries(folder) if e.is_dir() and e.name not in STAGES]
     for data in sorted({d.parent for d in begun if d.name in STAGES[:3]}):
         drafts = sorted({d.parent for d in begun if d.parent.parent == data})
         for directory in [data / s for s in STAGES[:3]] + [d / s for d in drafts for s in STAGES[3:]]:
@@ -64,10 +67,11 @@ def line(now, head):
     if now["state"] == "waiting":
         return "waiting"
     if now["state"] == "done":
-        drops = f", dropped {sum(now['dropped'].values())}" if now["dropped"] else ""
+        finished, rows, commit = (now.get(k, "?") for k in ("finished", "rows_out", "commit"))
+        took = span(now["seconds"]) if "seconds" in now else "?"
+        drops = f", dropped {sum(now['dropped'].values())}" if now.get("dropped") else ""
         facts = "".join(f"  {k} {now[k]}" for k in FACTS if k in now)
-        old = "" if now["commit"] == head else f" (now {head})"
-        return f"done {now['finished']}  {span(now['seconds'])}  {now['rows_out']} rows{drops}{facts}  {now['commit']}{old}"
+        return f"done {finished}  {took}  {rows} rows{drops}{facts}  {commit}" + ("" if commit == head else f" (now {head})")
     parts = [now["state"] + (f" on {now['host']}" if now["host"] != socket.gethostname() else ""), now["phase"]]
     if now["total"]:
         parts += [f"{now['done']}/{now['total']} {now['unit']}s", f"{100 * now['done'] / now['total']:.1f}%"]
@@ -77,15 +81,33 @@ def line(now, head):
         parts += [f"eta {span(now['eta'])}"] if now["eta"] else []
         parts += [f"all {span(now['eta_all'])}"] if now["eta_all"] else []
     elif now["state"] in ("stalled", "silent"):
-        parts += [f"no advance for {span(time.time() - now['advanced'])}", now["waits"]]
+        parts += [f"no advance for {since(now['advanced'])}", now["waits"]]
     else:
-        parts += [f"{span(time.time() - now['beat'])} ago", now.get("cause", "")]
+        parts += [f"{since(now['beat'])} ago", now.get("cause", "")]
     return "  ".join(p for p in parts if p)
+
+
+def since(when):
+    return span(time.time() - when) if when else "?"
 
 
 def size(directory):
     """Bytes of the files of a stage; of its folders only one level down, where checkpoints and data sets lie."""
-    return sum(f.stat().st_size for f in (*directory.glob("*"), *directory.glob("*/*")) if f.is_file())
+    total, folders = 0, [directory, *(e.path for e in entries(directory) if e.is_dir())]
+    for file in (e for folder in folders for e in entries(folder) if e.is_file()):
+        try:
+            total += file.stat().st_size
+        except OSError:  # gone meanwhile
+            pass
+    return total
+
+
+def entries(folder):
+    """What lies in a folder; nothing, if it has gone meanwhile."""
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
 
 
 def report(roots):

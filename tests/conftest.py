@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGES = sorted((ROOT / "scripts").glob("[0-9][0-9]_*.py"))
 # What the caller's shell, make or CI may have set and a test must not inherit.  With PYTHONUNBUFFERED every test of
 # buffering would pass; MAKEFLAGS would hand the settings of `make test` down to the make that is tested.
-STRANGE = ("PYTHONUNBUFFERED", "RANK", "NPROC", "LOG_EVERY", "REDO", "API_KEY", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+STRANGE = ("PYTHONUNBUFFERED", "RANK", "NPROC", "LOG_EVERY", "REDO", "API_KEY", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES",
+           "GOALS", "JOB_LOG", "JOB_LOCK", "WAIT", "STOP_WAIT", "STALL_AFTER", "STALL_EXIT")
 
 
 def pytest_collection_modifyitems(items):
