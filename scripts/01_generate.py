@@ -110,7 +110,7 @@ def answer(api, model, args, out):
         except Rejected as rejection:
             return prompt["id"], None, str(rejection)
 
-    progress.phase("answering", total, "row", done=total - len(waiting))
+    progress.phase("answering", total, "row", done=total - len(waiting), flight=in_flight())
     tokens = rejected = 0
     in_doubt = []  # refused by HTTP status: is it this request, or are it all?  The next answer tells
     with Appender(out / "rows.jsonl") as rows, Appender(out / "rejected.jsonl") as reject:

@@ -52,7 +52,7 @@ def main():
     rows_in = sum(1 for _ in read(args.answers / "rows.jsonl"))
     dropped, counts, held = Counter(), Counter(), []
 
-    progress.plan(("tokenizing", rows_in), "counting", rows=rows_in)
+    progress.plan(("tokenizing", rows_in), "writing", "counting", rows=rows_in)
     progress.phase("tokenizing", rows_in, "row")
 
     def samples():
@@ -81,6 +81,7 @@ def main():
     rows = list(samples())
     if not counts:
         raise Refused(f"no row of {args.answers}/rows.jsonl can be trained; dropped: {dict(dropped)}")
+    progress.phase("writing the dataset")
     data = Dataset.from_list(rows, features=features)
     splits, tokens = Counter(data["split"]), sum(data["seq_len"])
     data.set_format("torch")  # speculators compares rows with torch.equal; the format is stored with the dataset

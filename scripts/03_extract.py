@@ -139,7 +139,7 @@ def fetcher(api, data, staging, hidden_size, deadline=600.0):
 
 
 def extract(fetch, missing, total, out):
-    progress.phase("extracting", total, "row", done=total - len(missing))
+    progress.phase("extracting", total, "row", done=total - len(missing), flight=in_flight(16))
     started, tokens = time.monotonic(), 0
 
     def keep(row):

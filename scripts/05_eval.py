@@ -119,7 +119,7 @@ def answers(path, prompts, args, draft):
             return index, {"ids": reply["output_ids"], "accepted": reply["meta_info"].get("spec_correct_drafts_histogram") or []}
 
         ask(0, tokens=8)  # warm
-        progress.phase(f"answering {name}", len(prompts), "prompt")
+        progress.phase(f"answering {name}", len(prompts), "prompt", flight=args.eval_concurrency)
         for subset in dict.fromkeys(p["set"] for p in prompts):
             started = time.monotonic()
             for index, row in each(ask, [i for i, p in enumerate(prompts) if p["set"] == subset], args.eval_concurrency):

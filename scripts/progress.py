@@ -111,8 +111,9 @@ def last_lines(path, lines=12):
 class Phase:
     """One phase or aside, and its clock, which stands still while it is set aside."""
 
-    def __init__(self, name, total=None, unit="", done=0, asides=None, tail=None):
+    def __init__(self, name, total=None, unit="", done=0, asides=None, tail=None, flight=0):
         self.name, self.total, self.unit, self.first, self.done, self.said = name, total, unit, done, done, done
+        self.flight = flight           # how many units run at once
         self.kind = name               # what its duration is remembered by: the beginning that the plan had for it
         self.asides, self.tail, self.metrics = dict(asides or {}), tail, {}
         self.spent, self.since = 0.0, time.time()
@@ -136,6 +137,18 @@ class Phase:
             self.marks.append((clock, self.done))
             while len(self.marks) > 2 and self.marks[1][0] < clock - max(RATE_WINDOW, clock / 2):
                 self.marks.popleft()
+
+    def left(self):
+        """Seconds to the end by what was done lately; None before the first unit, and where nothing moves."""
+        (t0, n0), clock = self.marks[0], self.clock()
+        if self.done == n0 or clock - t0 <= 0.5:
+            return None
+        begun = self.work(n0) if t0 else n0
+        return (self.total - self.work(self.done)) * (clock - t0) / (self.work(self.done) - begun)
+
+    def work(self, done):
+        """Units, those in flight counted as half done: else the first answer of 64 foretells a day, and all came at once."""
+        return done + min(self.flight, self.total - done) / 2
 
     def rate(self):
         """Units per second, lately."""
@@ -200,14 +213,15 @@ def plan(*phases, rows=None):
     _State.rows = rows
 
 
-def phase(name, total=None, unit="", done=0, asides=None, tail=None):
+def phase(name, total=None, unit="", done=0, asides=None, tail=None, flight=0):
     """Enter a named phase; with `total` it counts `unit`s from `done`, without it only time passes.
 
-    asides: {name: how many are to come}; tail: a log whose last line tells more (of a server that starts).
+    asides: {name: how many are to come}; tail: a log whose last line tells more (of a server that starts); flight: how
+    many units run at once.
     """
     with _State.lock:
         _leave()
-        _State.stack = [Phase(name, total, unit, done, asides, tail)]
+        _State.stack = [Phase(name, total, unit, done, asides, tail, flight)]
         for i, (beginning, _) in enumerate(_State.plan):
             if name.startswith(beginning):
                 _State.plan, _State.stack[0].kind = _State.plan[i + 1:], beginning
@@ -338,8 +352,8 @@ def _remaining():
         expected = _expected(first.kind)
         parts.append(None if expected is None else max(0.0, expected - first.clock()))
     elif first.total > first.done:
-        rate = first.rate()
-        parts.append((first.total - first.done) / rate if rate else _expected(first.kind, first.total - first.done))
+        left = first.left()
+        parts.append(_expected(first.kind, first.total - first.done) if left is None else left)
     for name, times in first.asides.items():
         mean = _expected(name) if times else 0.0
         parts.append(None if mean is None else times * mean)
@@ -451,7 +465,8 @@ def _save(**end):
         "stage": NAME, "state": "stalled" if _State.stalled else "running", "phase": current.name,
         "done": outer.done, "total": outer.total, "unit": outer.unit, "rate": round(outer.rate(), 4),
         "eta": eta and round(eta), "eta_all": eta_all and round(eta_all),
-        "metrics": outer.metrics, "waits": " ".join(waits.main_thread()) if now - current.advanced > SAVE_EVERY else "",
+        "metrics": outer.metrics, "waits": _State.stalled[1] if _State.stalled else
+        " ".join(waits.main_thread()) if now - current.advanced > SAVE_EVERY else "",
         "pid": int(os.environ.get("STAGE_PID") or os.getpid()), "born": float(os.environ.get("STAGE_BORN") or _State.born),
         "host": socket.gethostname(), "job": Path(os.environ.get("JOB_LOG", "")).stem, "beat": round(now, 1), "advanced": round(current.advanced, 1),
         "seconds": round(seconds(), 1), "phases": phases(ended=False), **end})
@@ -471,14 +486,14 @@ def _beat():
     while not _State.quit.wait(min(1.0, LOG_EVERY / 4)):
         with _State.lock:
             now = time.time()
-            if not RANK:
-                due = max(0.0, _State.line_at + LOG_EVERY - now)
-                faulthandler.dump_traceback_later(due + max(1.0, LOG_EVERY / 2), repeat=True, file=output)
             if _State.stack:
                 _watch(_State.stack[-1], now)
                 if now - _State.line_at >= LOG_EVERY:
                     _say(_State.stack[-1])
                     _State.line_at = now
+            if not RANK:
+                due = max(0.0, _State.line_at + LOG_EVERY - now)
+                faulthandler.dump_traceback_later(due + max(1.0, LOG_EVERY / 2), repeat=True, file=output)
             if now - saved >= min(SAVE_EVERY, STALL_AFTER / 4):
                 _save()
                 saved = now

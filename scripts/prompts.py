@@ -52,7 +52,7 @@ def invent(api, model, opening, wanted, question_tokens, out):
             raise Refused(f"--prompts self:N needs raw completions, which this API does not offer ({rejection}): "
                           "give --prompts FILE") from None
 
-    progress.phase("inventing questions", wanted, "question", done=len(kept))
+    progress.phase("inventing questions", wanted, "question", done=len(kept), flight=in_flight())
     with Appender(out / "prompts.jsonl") as prompts, Appender(out / "rejected.jsonl") as reject:
         while len(kept) < wanted and tries < 4 * wanted + 16:
             batch = range(tries, tries + max(1, min(wanted - len(kept), 4 * wanted + 16 - tries)))

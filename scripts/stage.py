@@ -20,6 +20,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -183,6 +184,11 @@ def _own_the_log(path):
     """Keep this process's output for progress.log, and send what libraries print or log, in whatever way they set logging
     up, C++ included, to a file of their own."""
     progress.output = os.dup(1)
+    if not stat.S_ISREG(os.fstat(1).st_mode):
+        try:  # with flags of its own: faulthandler, blocked by a reader that has stopped, would stop us all
+            progress.output = os.open("/proc/self/fd/1", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError:  # a socket, or a pipe that nobody has open
+            pass
     if progress.terminal:
         progress.terminal = os.fdopen(os.dup(2), "w")
     sys.stdout.flush()

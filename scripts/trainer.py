@@ -3,6 +3,7 @@
 T tokens of a pack, H hidden size, K draft vocabulary, S TTT steps (training-time test: the draft is unrolled on its own
 states as a server does).  Source: EAGLE-3 (arXiv 2503.01840); speculators 0.9.0, models/eagle3/core.py.
 """
+import ctypes
 import hashlib
 import json
 import os
@@ -171,7 +172,7 @@ class Data:
         mine = [group[self.ranks.rank] for group in groups]
         loader = torch.utils.data.DataLoader(self.samples, batch_sampler=mine, collate_fn=self.collate, num_workers=workers,
                                              multiprocessing_context="fork" if workers else None,  # spawned ones import
-                                             worker_init_fn=_leave_signals_to_the_parent,          # torch: 10 to 20 s
+                                             worker_init_fn=_bound_to_the_parent,                  # torch: 10 to 20 s
                                              pin_memory=self.ranks.device.type == "cuda")
         batches = iter(zip(groups, mine, loader))
         with nullcontext() if self.begun else progress.aside("loading the first batch"):  # workers start, files are read
@@ -184,10 +185,12 @@ class Data:
             yield {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}, share
 
 
-def _leave_signals_to_the_parent(worker):
-    """A loader worker ends with its parent, which stops at a safe point and still needs batches until then."""
+def _bound_to_the_parent(worker):
+    """A loader's worker leaves signals to its parent, which stops at a safe point and needs batches until then; and ends
+    with it, be that by kill -9: one asleep in a read would keep the lock on the stage, which a fork inherits."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Trainer:
