@@ -79,8 +79,8 @@ def held(lock):
 def holder(lock):
     """What a lock file says of the job that holds it, or {}."""
     try:
-        return json.loads(lock.read_text())
-    except (OSError, ValueError):
+        return {} | json.loads(lock.read_text())
+    except (OSError, ValueError, TypeError):
         return {}
 
 

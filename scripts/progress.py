@@ -465,8 +465,8 @@ def _save(**end):
         "stage": NAME, "state": "stalled" if _State.stalled else "running", "phase": current.name,
         "done": outer.done, "total": outer.total, "unit": outer.unit, "rate": round(outer.rate(), 4),
         "eta": eta and round(eta), "eta_all": eta_all and round(eta_all),
-        "metrics": outer.metrics, "waits": _State.stalled[1] if _State.stalled else
-        " ".join(waits.main_thread()) if now - current.advanced > SAVE_EVERY else "",
+        "metrics": outer.metrics,
+        "waits": _State.stalled[1] if _State.stalled else " ".join(waits.main_thread()) if now - current.advanced > SAVE_EVERY else "",
         "pid": int(os.environ.get("STAGE_PID") or os.getpid()), "born": float(os.environ.get("STAGE_BORN") or _State.born),
         "host": socket.gethostname(), "job": Path(os.environ.get("JOB_LOG", "")).stem, "beat": round(now, 1), "advanced": round(current.advanced, 1),
         "seconds": round(seconds(), 1), "phases": phases(ended=False), **end})

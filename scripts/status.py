@@ -35,7 +35,7 @@ SILENT = 60.0  # seconds; progress.json is written every 5
 def look(directory):
     """What is known of one stage directory: {state, seconds, rows_out, ...}; progress.json's fields while it is unfinished."""
     try:
-        return {"state": "done"} | json.loads((directory / "done.json").read_text())
+        return json.loads((directory / "done.json").read_text()) | {"state": "done"}
     except (OSError, ValueError, TypeError):
         pass
     now = progress.read(directory)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 
 def _frames(frame):
-    """[(file, line, function)] of a stack, innermost first."""
+    """[(file, line, function)] of a stack, innermost first, up to what stage.run called."""
     found = []
-    while frame is not None:
+    while frame is not None and not (frame.f_code.co_name == "run" and frame.f_code.co_filename.endswith("scripts/stage.py")):
         found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return found
@@ -30,7 +30,7 @@ def _inside(frames, *parts):
 def main_thread():
     """(kind, place): what the main thread waits for, and the innermost function that says so."""
     stacks = {ident: _frames(frame) for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
-    main = stacks.pop(threading.main_thread().ident, [("", 0, "")])
+    main = stacks.pop(threading.main_thread().ident, None) or [("", 0, "")]
     file, line, function = main[0]
     ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     kind = "code"
