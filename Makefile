@@ -34,6 +34,8 @@ endif
 
 D := $(RUNS)/$(TARGET)/$(DATA)
 N := $(D)/$(NAME)
+# A stage writes done.json whole, and last: make must not delete it when a signal comes before the process has ended.
+.PRECIOUS: $(addsuffix /done.json,$(D)/01_generate $(D)/02_prepare $(D)/03_extract $(N)/04_train $(N)/05_eval)
 
 # $(call flags,VARIABLES): "--like-this value" for every LIKE_THIS that the command line or an env file sets.
 flags = $(foreach v,$1,$(if $(filter-out undefined environment,$(origin $v)),$(if $($v),--$(shell tr A-Z_ a-z- <<< $v) $($v))))

@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -94,12 +95,9 @@ def family(log):
     descendants (a server renames itself over its environment).  Nothing else is ever signalled."""
     found = {}
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get("JOB_LOG") == str(log):
-                for member in (process, *process.children(recursive=True)):
-                    found[member.pid] = member
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            pass
+                found |= {m.pid: m for m in (process, *process.children(recursive=True))}
     found.pop(os.getpid(), None)
     return found
 
@@ -143,7 +141,8 @@ def launch(args):
     while runner.poll() is None and time.time() < deadline:
         time.sleep(0.2)
         record = current(args.dirs, args.job, began)
-        if first_step and record.get("rate") and not record["phase"].startswith("checking"):  # an earlier run's steps have no rate
+        # Neither the steps of an earlier run, which have no rate, nor files that are checked
+        if first_step and record.get("rate") and not record["phase"].startswith("checking"):
             break
     code = runner.poll()
     record = current(args.dirs, args.job, began)
@@ -199,12 +198,10 @@ def signal_stage(dirs, members, told=()):
     stages = {r["pid"] for r in records(dirs) if r["pid"] in members and alive(r["pid"], r["born"])}
     told = set(told)
     for process in members.values():
-        try:
+        with suppress(psutil.NoSuchProcess):
             if process not in told and (process.pid in stages or not stages and process.name() == "make"):
                 process.terminate()
                 told.add(process)
-        except psutil.NoSuchProcess:
-            pass
     return told
 
 
@@ -244,7 +241,8 @@ def stop(args):
         if now > until:  # the runner ends by itself, and notes how
             killed |= {m for m in left if m.pid != runner or now > until + 10}
             for process in killed.intersection(left):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         else:
             told = signal_stage(args.dirs, found, told)  # a stage that ended well may be followed by another
         if now - said > 10:
@@ -270,13 +268,11 @@ def foreground(dirs):
     """The stages that run in `dirs` and their descendants, unless they belong to some launched job."""
     found = {}
     for record in records(dirs):
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if record["host"] == socket.gethostname() and alive(record["pid"], record["born"]):
                 leader = psutil.Process(record["pid"])
                 if "JOB_LOG" not in leader.environ():
                     found |= {m.pid: m for m in (leader, *leader.children(recursive=True))}
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            pass
     return found
 
 

@@ -49,9 +49,9 @@ LOG_EVERY = max(0.1, float(os.environ.get("LOG_EVERY", 30)))
 STALL_AFTER = float(os.environ.get("STALL_AFTER", 120))
 STALL_EXIT = float(os.environ.get("STALL_EXIT", "inf")) * 60
 SAVE_EVERY = 5.0
-UNKNOWN = {"stage": "?", "state": "?", "phase": "?", "done": 0, "total": None, "unit": "", "rate": 0.0, "eta": None, "eta_all": None,
-           "metrics": {}, "waits": "", "pid": 0, "born": 0.0, "host": "?", "job": "", "beat": 0.0, "advanced": 0.0, "seconds": 0.0,
-           "phases": {}}
+UNKNOWN = {"stage": "?", "state": "?", "phase": "?", "done": 0, "total": None, "unit": "", "rate": 0.0, "eta": None,
+           "eta_all": None, "metrics": {}, "waits": "", "pid": 0, "born": 0.0, "host": "?", "job": "", "beat": 0.0,
+           "advanced": 0.0, "seconds": 0.0, "phases": {}}
 RATE_WINDOW = 120.0  # seconds; long enough to smooth a burst of answers, short enough to follow a change of load
 output = 1           # file descriptor of the log, and the terminal to draw a bar on; stage.py makes them private
 terminal = sys.stderr if sys.stderr.isatty() else None
@@ -461,12 +461,13 @@ def _save(**end):
     now, stack = time.time(), _State.stack or [Phase("")]
     outer, current = stack[0], stack[-1]  # what counts, and what is going on: an aside of it, perhaps
     _, eta, eta_all = _eta()
+    quiet = now - current.advanced > SAVE_EVERY
     _write(_State.path, {
         "stage": NAME, "state": "stalled" if _State.stalled else "running", "phase": current.name,
         "done": outer.done, "total": outer.total, "unit": outer.unit, "rate": round(outer.rate(), 4),
         "eta": eta and round(eta), "eta_all": eta_all and round(eta_all),
         "metrics": outer.metrics,
-        "waits": _State.stalled[1] if _State.stalled else " ".join(waits.main_thread()) if now - current.advanced > SAVE_EVERY else "",
+        "waits": _State.stalled[1] if _State.stalled else quiet and " ".join(waits.main_thread()) or "",
         "pid": int(os.environ.get("STAGE_PID") or os.getpid()), "born": float(os.environ.get("STAGE_BORN") or _State.born),
         "host": socket.gethostname(), "job": Path(os.environ.get("JOB_LOG", "")).stem, "beat": round(now, 1), "advanced": round(current.advanced, 1),
         "seconds": round(seconds(), 1), "phases": phases(ended=False), **end})

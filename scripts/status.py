@@ -111,8 +111,8 @@ def entries(folder):
 
 
 def report(roots):
-    found = runs(roots)
-    return [{"run": str(d.parent), "stage": d.name, "bytes": size(d), **now} for d, now in found.items()], job.running()
+    stages = [now | {"run": str(d.parent), "stage": d.name, "bytes": size(d)} for d, now in runs(roots).items()]
+    return stages, job.running()
 
 
 def show(roots):
