@@ -110,7 +110,7 @@ STAGES = ["01_generate", "02_prepare", "03_extract", "04_train", "05_eval"]
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_under_nohup_is_never_silent(flow, stage):
     watched = flow[stage]
-    times = [0.0, *(t for t, line in watched.lines if STAMPED.match(line)), watched.took]
+    times = [0.0, *(t for t, line in watched.lines if STAMPED.match(line))]  # the last one says done; then Python ends
     widest, at = max((b - a, a) for a, b in zip(times, times[1:]))
     assert widest <= 2.5 * EVERY, f"silent for {widest:.1f} s after {at:.1f} s:\n{watched.text()}"
 
@@ -420,6 +420,8 @@ ctypes.PyDLL(None).sleep(12)
 
 
 def test_a_log_that_nobody_reads_stops_no_stage(prepared, tiny, tmp_path):
+    """Not even where faulthandler has stacks to write into it."""
+    environment, _ = plant(tmp_path / "plant", "datasets", "import ctypes\nctypes.PyDLL(None).sleep(5)")
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     os.set_blocking(write, False)
@@ -427,7 +429,7 @@ def test_a_log_that_nobody_reads_stops_no_stage(prepared, tiny, tmp_path):
     os.set_blocking(write, True)  # a flag of the pipe's end itself, which the stage shares
     process = subprocess.Popen([sys.executable, ROOT / "scripts/02_prepare.py", "--answers", prepared / "01_generate", "--model", tiny,
                                 "--out", tmp_path / "02_prepare"], stdout=write, stderr=write, stdin=subprocess.DEVNULL,
-                               env={**os.environ, "LOG_EVERY": "1"})
+                               env={**os.environ, **environment, "LOG_EVERY": "2"})
     try:
         assert process.wait(300) == 0 and (tmp_path / "02_prepare/done.json").exists()
     finally:
@@ -464,3 +466,40 @@ def test_on_a_terminal_a_bar_is_drawn_the_lines_are_whole_and_hanging_up_stops_t
     assert len(stamped) > 10 and len(bars) <= 1, bars  # the last state of the bar stands on a line of its own
     assert "HUP: stopping at the next safe point" in text and "the same command goes on from here" in stamped[-1]
     assert max((out / "checkpoints").iterdir()).suffix == ".pt"
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------------
+
+def test_reporting_takes_less_than_a_hundredth_of_a_step(tmp_path):
+    """In one run of 04 under a profile, which makes Python's own functions, ours, look dearer than torch's: the time in all
+    functions of progress.py that training calls, and in Trainer.report with its metrics.jsonl, against that of Trainer.run
+    less its checkpoints and validations; and the share of a core that the heartbeat took, with lines and records as often
+    as they come by default.  The target is wide enough for a step to take what it takes in the demo, about half a second.
+    """
+    target = model_maker.make(tmp_path / "wide", hidden=512)
+    inputs = model_maker.prepare(target, tmp_path / "inputs", rows=40, longest=200)
+    environment, _ = plant(tmp_path / "plant", "threading", "")
+    (tmp_path / "plant/sitecustomize.py").write_text(f"""
+import threading, time
+run = threading.Thread.run
+def measured(self):
+    began = time.monotonic()
+    run(self)
+    if self.name == "heartbeat":
+        open({str(tmp_path / "heartbeat")!r}, "w").write(str(time.thread_time() / (time.monotonic() - began)))
+threading.Thread.run = measured
+""")
+    out, profile = tmp_path / "04_train", tmp_path / "profile"
+    flags = ["--tokens", inputs / "02_prepare", "--states", inputs / "03_extract", "--model", target, "--out", out, "--draft-vocab",
+             320, "--epochs", 10, "--batch-tokens", 512]
+    subprocess.run([sys.executable, "-m", "cProfile", "-o", profile, *map(str, ["scripts/04_train.py", *flags])], cwd=ROOT, check=True,
+                   env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    spent = {}  # {(file, function): seconds, callees included}
+    for (file, _, function), (_, _, _, cumulative, _) in pstats.Stats(str(profile)).stats.items():
+        spent[os.path.basename(file), function] = cumulative
+    training_ = spent["trainer.py", "run"] - spent["trainer.py", "validate"] - spent["trainer.py", "save"]
+    reporting = sum(spent["progress.py", f] for f in ("advance", "aside", "phase", "log")) + spent["trainer.py", "report"]
+    heartbeat = float((tmp_path / "heartbeat").read_text())
+    steps = json.loads((out / "done.json").read_text())["steps"]
+    print(f"{steps} steps of {training_ / steps:.3f} s; reporting {reporting / training_:.3%}, heartbeat {heartbeat:.3%}")
+    assert reporting / training_ + heartbeat < 0.01
