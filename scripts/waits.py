@@ -36,7 +36,7 @@ def main_thread():
     kind = "code"
     if _inside(main, "torch/utils/data/"):
         kind = "loader"
-    elif "torch/distributed/" in file or ranks and function == "_engine_run_backward":
+    elif _inside(main[:1], "torch/distributed/", "torch/nn/parallel/distributed.py") or ranks and function == "_engine_run_backward":
         kind = "collective"
     elif any(_inside(stack, "urllib3/connection", "http/client.py") for stack in (main, *stacks.values())):
         kind = "server"
