@@ -80,7 +80,10 @@ MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER
   TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH
 KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS EVAL_PROMPTS $(MACHINE) \
   $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
-UNKNOWN := $(filter-out $(KNOWN),$(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o)))) \
+# The settings on the command line; a word within a value, like the second of "--tp-size=4 --dp-size=2", is none.
+TYPED := $(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o))))
+TYPED := $(sort $(foreach v,$(TYPED),$(if $(filter command,$(origin $v)),$v)))
+UNKNOWN := $(filter-out $(KNOWN),$(TYPED) \
   $(shell sed -nE 's/^([A-Z_]+)=.*/\1/p' env/$(TARGET).env))
 $(if $(UNKNOWN),$(error no such setting: $(UNKNOWN).  There are $(KNOWN)))
 
@@ -92,7 +95,8 @@ demo: setup  ## the whole flow on SmolLM2-135M, from nothing; ends with a report
 ##@ Jobs
 JOB := $(TARGET)-$(DATA)-$(NAME)
 launch:  ## run GOAL (all) detached; WAIT seconds (30) or for the first-step, then say how it is
-	@WAIT=$(WAIT) $(PYTHON) scripts/job.py launch $(JOB) --dirs $(D) $(N) -- make $(or $(GOAL),all) $(filter-out WAIT=% GOAL=%,$(MAKEOVERRIDES))
+	@WAIT=$(WAIT) $(PYTHON) scripts/job.py launch $(JOB) --dirs $(D) $(N) -- make $(or $(GOAL),all) \
+	  $(foreach v,$(filter-out WAIT GOAL,$(TYPED)),'$v=$(subst ','\'',$(value $v))')
 tail:  ## follow the job's log until it ends; Ctrl-C leaves the job alone
 	@$(PYTHON) scripts/job.py tail $(JOB)
 stop:  ## stop the job, or what runs in its directories: it saves, then all that it started ends

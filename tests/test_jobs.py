@@ -271,6 +271,13 @@ def test_a_lock_that_nobody_holds_blocks_nothing(box, unrelated):
     assert box.log().count("exit 0") == 5
 
 
+@pytest.mark.parametrize("value", ["--tp-size=4 --dp-size=2", """--json '{"a": [1, "b c"]}' *;touch "$HOME" (x) & y""", "a  b\\c"])
+def test_a_launched_stage_gets_the_settings_as_they_were_typed(box, value):
+    box.stage("01", "(out / 'came').write_text(os.environ['SGLANG_ARGS'])\n")
+    box.make("launch", "GOAL=generate", "SGLANG_ARGS=" + value.replace("$", "$$"), "WAIT=600")
+    assert (box.data / "01_generate" / "came").read_text() == value
+
+
 def test_a_dry_run_of_launch_starts_nothing(box):
     box.make("-n", "launch", "GOAL=generate")
     assert not box.logs.exists() and not (box.root / "runs").exists() and not box.processes()
