@@ -33,17 +33,15 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+import eta
 import waits
+from eta import NAME, STAGES, Phase
 
-NAME = Path(sys.argv[0]).stem
-STAGES = sorted(p.stem for p in Path(__file__).parent.glob("[0-9][0-9]_*.py"))
-GOALS = ["generate", "prepare", "extract", "train", "eval", "all"]  # of make, in the order of STAGES
 RANK = int(os.environ.get("RANK", 0))
 LOG_EVERY = max(0.1, float(os.environ.get("LOG_EVERY", 30)))
 STALL_AFTER = float(os.environ.get("STALL_AFTER", 120))
@@ -52,7 +50,6 @@ SAVE_EVERY = 5.0
 UNKNOWN = {"stage": "?", "state": "?", "phase": "?", "done": 0, "total": None, "unit": "", "rate": 0.0, "eta": None,
            "eta_all": None, "metrics": {}, "waits": "", "pid": 0, "born": 0.0, "host": "?", "job": "", "beat": 0.0,
            "advanced": 0.0, "seconds": 0.0, "phases": {}}
-RATE_WINDOW = 120.0  # seconds; long enough to smooth a burst of answers, short enough to follow a change of load
 output = 1           # file descriptor of the log, and the terminal to draw a bar on; stage.py makes them private
 terminal = sys.stderr if sys.stderr.isatty() else None
 
@@ -108,77 +105,6 @@ def last_lines(path, lines=12):
     return [line[:180] for line in text.split("\n") if line.strip() and not line.startswith(noise)][-lines:]
 
 
-class Phase:
-    """One phase or aside, and its clock, which stands still while it is set aside."""
-
-    def __init__(self, name, total=None, unit="", done=0, asides=None, tail=None, flight=0):
-        self.name, self.total, self.unit, self.first, self.done, self.said = name, total, unit, done, done, done
-        self.flight = flight           # how many units run at once
-        self.kind = name               # what its duration is remembered by: the beginning that the plan had for it
-        self.asides, self.tail, self.metrics = dict(asides or {}), tail, {}
-        self.spent, self.since = 0.0, time.time()
-        self.advanced, self.longest = self.since, 0.0
-        self.marks = deque([(0.0, done)])  # (clock, done) within the window that the rate is measured over
-
-    def clock(self):
-        return self.spent + (time.time() - self.since if self.since else 0.0)
-
-    def pause(self):
-        self.spent, self.since = self.clock(), None
-
-    def resume(self):
-        self.since = self.advanced = time.time()
-
-    def advance(self, n):
-        now, clock = time.time(), self.clock()
-        self.done += n
-        self.longest, self.advanced = max(self.longest, now - self.advanced), now
-        if clock - self.marks[-1][0] > 0.5:
-            self.marks.append((clock, self.done))
-            while len(self.marks) > 2 and self.marks[1][0] < clock - max(RATE_WINDOW, clock / 2):
-                self.marks.popleft()
-
-    def left(self):
-        """Seconds to the end by what was done lately; None before the first unit, and where nothing moves."""
-        (t0, n0), clock = self.marks[0], self.clock()
-        if self.done == n0 or clock - t0 <= 0.5:
-            return None
-        begun = self.work(n0) if t0 else n0
-        return (self.total - self.work(self.done)) * (clock - t0) / (self.work(self.done) - begun)
-
-    def work(self, done):
-        """Units, those in flight counted as half done: else the first answer of 64 foretells a day, and all came at once."""
-        return done + min(self.flight, self.total - done) / 2
-
-    def rate(self):
-        """Units per second, lately."""
-        (t0, n0), clock = self.marks[0], self.clock()
-        return (self.done - n0) / (clock - t0) if clock - t0 > 0.5 else 0.0
-
-    def usual(self):
-        """Mean seconds between advances, or None before the first.  The time since the last one is not counted: a phase that
-        has stood still since its fourth unit would be patient for ever."""
-        moved = self.clock() - (time.time() - self.advanced)
-        return moved / (self.done - self.first) if self.done > self.first else None
-
-    def patience(self):
-        """Seconds without an advance that are no stall.  The first unit may take long: workers start, a graph compiles."""
-        usual = self.usual()
-        return 5 * STALL_AFTER if usual is None else max(STALL_AFTER, 5 * usual, 2 * self.longest)
-
-    def line(self):
-        if self.total is None:
-            return f"{self.name} ({span(self.clock())})" + "".join(f"  {text[:90]}" for text in (last_lines(self.tail, 1) if self.tail else ()))
-        parts = [f"{self.unit} {self.done}/{self.total}", f"{100 * self.done / max(1, self.total):.1f}%"]
-        parts += [f"{k.replace('_', '-')} {v}" for k, v in self.metrics.items()]
-        if rate := self.rate():
-            parts.append(f"{rate:.3g} {self.unit}/s")
-            mean = (self.done - self.first) / self.clock()
-            if rate < mean / 3:
-                parts.append(f"slow: {mean:.3g} {self.unit}/s before")
-        return "  ".join(parts)
-
-
 class _State:
     path = None                # progress.json or .rank-N.json; None before start
     before = 0.0               # seconds spent by earlier runs of this stage
@@ -201,8 +127,8 @@ def start(out):
     _State.path = out / (f".rank-{RANK}.json" if RANK else "progress.json")
     own = read(out)
     _State.before, _State.spent = own.get("seconds", 0.0), own.get("phases", {})
-    _State.past = _earlier(out, NAME).get("phases", {})
-    _State.later = _later(out)
+    _State.past = eta.earlier(out, NAME).get("phases", {})
+    _State.later = eta.later(out)
     _State.thread = threading.Thread(target=_beat, daemon=True, name="heartbeat")
     _State.thread.start()
 
@@ -228,8 +154,8 @@ def phase(name, total=None, unit="", done=0, asides=None, tail=None, flight=0):
                 break
         _State.line_at = time.time()
         if total is None:
-            eta = _eta()[0]
-            log(name + (f"  eta {eta}" if eta else ""))
+            left = _eta()[0]
+            log(name + (f"  eta {left}" if left else ""))
         else:
             log(f"{name}: {done} of {total} {unit}s done" if done else f"{name}: {total} {unit}s")
         _new_bar()
@@ -269,7 +195,7 @@ def aside(name, total=None, unit=""):
     finally:
         with _State.lock:
             _last_line()
-            _record(_State.stack.pop())
+            eta.record(_State.stack.pop(), _State.spent)
             if _State.stack:
                 _State.stack[-1].resume()
 
@@ -281,7 +207,7 @@ def phases(ended=True):
         found = {name: list(record) for name, record in _State.spent.items()}
         for current in _State.stack:
             if ended or current.total is not None:
-                _record(current, found)
+                eta.record(current, found)
         return found
 
 
@@ -332,42 +258,33 @@ def amend(out, **fields):
     _write(Path(out) / "progress.json", read(out) | fields)
 
 
-# --- what is expected ----------------------------------------------------------------------------------------------------
+# --- lines, heartbeat, watchdog ------------------------------------------------------------------------------------------
 
-def _expected(name, total=None):
-    """Seconds that a phase takes, by this run or an earlier one; None if it was never seen."""
-    for known in (_State.spent, _State.past):
-        seconds, units, times = known.get(name, (0, 0, 0))
-        if total is not None and units:
-            return seconds * total / units
-        if total is None and times:
-            return seconds / times
-    return None
+def _patience(phase):
+    """Seconds without an advance that are no stall.  The first unit may take long: workers start, a graph compiles."""
+    usual = phase.usual()
+    return 5 * STALL_AFTER if usual is None else max(STALL_AFTER, 5 * usual, 2 * phase.longest)
 
 
-def _remaining():
-    """Seconds to the end of the stage as a list, None for what is unknown."""
-    first, parts = _State.stack[0], []
-    if first.total is None:
-        expected = _expected(first.kind)
-        parts.append(None if expected is None else max(0.0, expected - first.clock()))
-    elif first.total > first.done:
-        left = first.left()
-        parts.append(_expected(first.kind, first.total - first.done) if left is None else left)
-    for name, times in first.asides.items():
-        mean = _expected(name) if times else 0.0
-        parts.append(None if mean is None else times * mean)
-    for inner in _State.stack[1:]:
-        expected = _expected(inner.name)
-        parts.append(0.0 if expected is None else max(0.0, expected - inner.clock()))
-    return parts + [_expected(name, total) for name, total in _State.plan]
+def _words(phase):
+    if phase.total is None:
+        tail = last_lines(phase.tail, 1) if phase.tail else []
+        return "  ".join([f"{phase.name} ({span(phase.clock())})", *(text[:90] for text in tail)])
+    parts = [f"{phase.unit} {phase.done}/{phase.total}", f"{100 * phase.done / max(1, phase.total):.1f}%"]
+    parts += [f"{k.replace('_', '-')} {v}" for k, v in phase.metrics.items()]
+    if rate := phase.rate():
+        parts.append(f"{rate:.3g} {phase.unit}/s")
+        mean = (phase.done - phase.first) / phase.clock()
+        if rate < mean / 3:
+            parts.append(f"slow: {mean:.3g} {phase.unit}/s before")
+    return "  ".join(parts)
 
 
 def _eta():
     """(text, seconds or None, seconds with the later stages or None)."""
     if not _State.stack:
         return "", None, None
-    parts = _remaining()
+    parts = eta.remaining(_State.stack, _State.plan, (_State.spent, _State.past))
     known = [p for p in parts if p is not None]
     if parts and parts[0] is None or not known:
         return "", None, None
@@ -377,49 +294,11 @@ def _eta():
     return span(whole) + (f"  all {span(whole + later)}" if later else ""), whole, later and whole + later
 
 
-def _earlier(out, name):
-    """done.json of the newest run on this machine of stage `name` for the same target, beside `out`, or {}."""
-    if NAME not in STAGES:
-        return {}
-    above, below = (1 if n in STAGES[:3] else 2 for n in (NAME, name))  # RUNS/TARGET/DATA/03_extract, …/DATA/NAME/04_train
-    parents = Path(out).absolute().parents
-    base = parents[min(above, len(parents) - 1)]
-    for path in sorted(base.glob("*/" * below + f"{name}/done.json"), key=lambda p: -p.stat().st_mtime):
-        try:
-            record = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        if record.get("host") == socket.gethostname():
-            return record
-    return {}
-
-
-def _later(out):
-    """A function rows -> seconds of the stages that make runs after this one (GOALS, from make), or None if unknown."""
-    asked = [GOALS.index(g) for g in os.environ.get("GOALS", "").split() if g in GOALS]
-    if not asked or NAME not in STAGES:
-        return None
-    records = [_earlier(out, name) for name in STAGES[STAGES.index(NAME) + 1:max(asked) + 1]]
-    if not records or not all(records):
-        return None
-    # 05 asks its own prompts, whose number the data do not change
-    return lambda rows: sum(r["seconds"] * (rows / max(1, r["rows_in"]) if rows and "acceptance_length" not in r else 1)
-                            for r in records)
-
-
-# --- lines, heartbeat, watchdog ------------------------------------------------------------------------------------------
-
-def _record(ended, into=None):
-    into = _State.spent if into is None else into
-    seconds, units, times = into.get(ended.kind, (0.0, 0, 0))
-    into[ended.kind] = [round(seconds + ended.clock(), 2), units + ended.done - ended.first, times + 1]
-
-
 def _leave():
     """End the phase: its last line, its time."""
     _last_line()
     for ended in _State.stack:
-        _record(ended)
+        eta.record(ended, _State.spent)
     _State.stack, _State.stalled = [], None
     _close_bar()
 
@@ -431,9 +310,9 @@ def _last_line():
 
 
 def _line():
-    eta = _eta()[0]
+    left = _eta()[0]
     stalled = f"  stalled {span(time.time() - _State.stalled[0])}: {_State.stalled[1]}" if _State.stalled else ""
-    return _State.stack[-1].line() + (f"  eta {eta}" if eta and not stalled else "") + stalled
+    return _words(_State.stack[-1]) + (f"  eta {left}" if left and not stalled else "") + stalled
 
 
 def _say(current):
@@ -460,12 +339,12 @@ def _save(**end):
         return
     now, stack = time.time(), _State.stack or [Phase("")]
     outer, current = stack[0], stack[-1]  # what counts, and what is going on: an aside of it, perhaps
-    _, eta, eta_all = _eta()
+    _, left, left_all = _eta()
     quiet = now - current.advanced > SAVE_EVERY
     _write(_State.path, {
         "stage": NAME, "state": "stalled" if _State.stalled else "running", "phase": current.name,
         "done": outer.done, "total": outer.total, "unit": outer.unit, "rate": round(outer.rate(), 4),
-        "eta": eta and round(eta), "eta_all": eta_all and round(eta_all),
+        "eta": left and round(left), "eta_all": left_all and round(left_all),
         "metrics": outer.metrics,
         "waits": _State.stalled[1] if _State.stalled else quiet and " ".join(waits.main_thread()) or "",
         "pid": int(os.environ.get("STAGE_PID") or os.getpid()), "born": float(os.environ.get("STAGE_BORN") or _State.born),
@@ -502,7 +381,7 @@ def _beat():
 
 def _watch(current, now):
     quiet = now - current.advanced
-    if RANK or current.total is None or quiet < current.patience():
+    if RANK or current.total is None or quiet < _patience(current):
         return
     if not _State.stalled:
         what = waits.for_whom(_State.path.parent if _State.path else None)

@@ -370,7 +370,7 @@ def test_done_json_counts_the_seconds_of_every_run(toy):
 def test_outside_a_checkout_the_commit_is_unknown(toy):
     code = toy.root / "code" / "scripts"
     code.mkdir(parents=True)
-    for name in ("stage.py", "progress.py", "waits.py"):
+    for name in ("stage.py", "progress.py", "eta.py", "waits.py"):
         shutil.copy(ROOT / "scripts" / name, code)
     toy.environment = toy.environment | {"PYTHONPATH": str(code), "GIT_CEILING_DIRECTORIES": str(toy.root)}
     ended, text = toy.run()
