@@ -491,7 +491,7 @@ threading.Thread.run = measured
 """)
     out, profile = tmp_path / "04_train", tmp_path / "profile"
     flags = ["--tokens", inputs / "02_prepare", "--states", inputs / "03_extract", "--model", target, "--out", out, "--draft-vocab",
-             320, "--epochs", 10, "--batch-tokens", 512]
+             320, "--epochs", 3, "--batch-tokens", 512]
     subprocess.run([sys.executable, "-m", "cProfile", "-o", profile, *map(str, ["scripts/04_train.py", *flags])], cwd=ROOT, check=True,
                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     spent = {}  # {(file, function): seconds, callees included}
