@@ -43,6 +43,7 @@ def arguments():
 def main():
     args = arguments()
     out = stage.begin(args)
+    progress.plan("loading libraries", "tokenizing", "writing", "counting")
     progress.phase("loading libraries")
     from datasets import Dataset, Features, Sequence, Value
 

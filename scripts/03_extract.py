@@ -50,6 +50,7 @@ def arguments():
 def main():
     args = arguments()
     out = stage.begin(args)
+    progress.plan("loading libraries", "checking what", "starting SGLang", "checking parity", "extracting", "stopping SGLang")
     progress.phase("loading libraries")
     from datasets import load_from_disk
 

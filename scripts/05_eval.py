@@ -54,6 +54,7 @@ def arguments():
 def main():
     args = arguments()
     out = stage.begin(args)
+    progress.plan("loading libraries", *["starting SGLang", "answering", "stopping SGLang"] * 2, "loading the target", "walking")
     progress.phase("loading libraries")
     made = contract.check(args.draft, target=stage.model_identity(args.model), tokenizer=contract.tokenizer_hash(args.model))
     tokenizer = chat.load_tokenizer(args.model)
