@@ -25,7 +25,7 @@ class Phase:
         self.kind = name               # what its duration is remembered by: the beginning that the plan had for it
         self.asides, self.tail, self.metrics = dict(asides or {}), tail, {}
         self.spent, self.since = 0.0, time.time()
-        self.advanced, self.longest = self.since, 0.0
+        self.advanced, self.longest, self.reached = self.since, 0.0, 0.0  # reached: the clock at the last advance
         self.marks = deque([(0.0, done)])  # (clock, done) within the window that the rate is measured over
 
     def clock(self):
@@ -40,7 +40,7 @@ class Phase:
     def advance(self, n):
         now, clock = time.time(), self.clock()
         self.done += n
-        self.longest, self.advanced = max(self.longest, now - self.advanced), now
+        self.longest, self.advanced, self.reached = max(self.longest, now - self.advanced), now, clock
         if clock - self.marks[-1][0] > 0.5:
             self.marks.append((clock, self.done))
             while len(self.marks) > 2 and self.marks[1][0] < clock - max(RATE_WINDOW, clock / 2):
@@ -64,10 +64,9 @@ class Phase:
         return (self.done - n0) / (clock - t0) if clock - t0 > 0.5 else 0.0
 
     def usual(self):
-        """Mean seconds between advances, or None before the first.  The time since the last one is not counted: a phase that
-        has stood still since its fourth unit would be patient for ever."""
-        moved = self.clock() - (time.time() - self.advanced)
-        return moved / (self.done - self.first) if self.done > self.first else None
+        """Mean seconds between advances up to the last one, or None before the first.  With the silence since then counted
+        in, none after a first few units would ever be too long."""
+        return self.reached / (self.done - self.first) if self.done > self.first else None
 
 
 def record(phase, into):

@@ -13,6 +13,7 @@ import argparse
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import logging
 import os
@@ -190,7 +191,8 @@ def _own_the_log(path):
         except OSError:  # a socket, or a pipe that nobody has open
             pass
     if progress.terminal:
-        progress.terminal = os.fdopen(os.dup(2), "w")
+        # Unbuffered: a buffered file that a signal interrupts refuses the line of the handler, which would end the stage.
+        progress.terminal = io.TextIOWrapper(open(os.dup(2), "wb", buffering=0), write_through=True)
     sys.stdout.flush()
     with open(path, "ab") as file:
         os.dup2(file.fileno(), 1)

@@ -3,8 +3,12 @@
 Example
     python -m pytest tests/test_progress.py
 """
+import contextlib
 import json
+import os
+import pty
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,13 +24,13 @@ def start(tmp_path, environment):
     """start(body, **settings): a process that runs `body`; OUT is its stage directory, stdout a pipe unless given."""
     running = []
 
-    def begin(body, stdout=subprocess.PIPE, **settings):
+    def begin(body, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings):
         (tmp_path / "out").mkdir(exist_ok=True)
         script = tmp_path / "99_talk.py"
         script.write_text(HEAD + body)
         env = environment | {k: str(v) for k, v in settings.items()}
         assert "PYTHONUNBUFFERED" not in env
-        process = subprocess.Popen([sys.executable, script, tmp_path / "out"], env=env, stdout=stdout, stderr=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, script, tmp_path / "out"], env=env, stdout=stdout, stderr=stderr)
         running.append(process)
         return process
     yield begin
@@ -173,6 +177,38 @@ def test_a_log_on_a_full_disk_stops_no_stage(start, tmp_path):
     _, err = process.communicate(timeout=60)
     assert b"Traceback" not in err
     assert process.returncode in (0, 2) and (process.returncode == 2 or (tmp_path / "out" / "done.json").exists())
+
+
+def test_a_signal_that_comes_while_the_bar_is_drawn_stops_the_stage_in_order(start, tmp_path):
+    ours, theirs = pty.openpty()
+    process = start("import signal\ndef main():\n    stage._own_the_log(OUT / 'libraries.log')\n    progress.start(OUT)\n"
+                    "    signal.signal(signal.SIGUSR1, lambda *_: progress.log('heard'))\n    progress.phase('work', 10**9, 'row')\n"
+                    "    while True:\n        progress.advance()\n        progress._State.bar.refresh()\n        stage.check_stop()\n"
+                    "stage.run(main)\n", stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    while seen.count(b"heard") < 200:
+        if b"work:" in seen:
+            process.send_signal(signal.SIGUSR1)
+        seen += os.read(ours, 65536)
+    process.terminate()
+    with contextlib.suppress(OSError):  # a terminal that everybody has left
+        while True:
+            seen += os.read(ours, 65536)
+    assert process.wait(60) == 143 and b"the same command goes on from here" in seen
+    os.close(ours)
+
+
+def test_a_stall_after_the_very_first_unit_is_seen(said):
+    lines = said("progress.start(OUT)\nprogress.phase('work', 9, 'row')\ntime.sleep(0.2)\nprogress.advance()\ntime.sleep(3)\n"
+                 "progress.advance(8)\nprogress.stop()\n", LOG_EVERY=0.4, STALL_AFTER=1)
+    assert sum("stalled: no row for" in line for line in lines) == 1 and sum("moving again" in line for line in lines) == 1, lines
+
+
+def test_of_many_units_in_flight_the_first_to_end_does_not_foretell_a_day(said, tmp_path):
+    said("progress.start(OUT)\nprogress.phase('work', 640, 'row', flight=64)\ntime.sleep(1)\nprogress.advance()\nprogress._save()\n"
+         "print((OUT / 'progress.json').read_text(), flush=True)\nprogress.stop()\n")
+    assert json.loads((tmp_path / "out" / "progress.json").read_text())["eta"] < 40  # not 640: half a wave a second
 
 
 def test_seconds_are_said_as_people_say_them():
