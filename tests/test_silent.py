@@ -394,7 +394,7 @@ module.save = slow
 """)
     out = tmp_path / "04_train"
     watched = run("04_train", training(prepared, tiny, out, epochs=200), tmp_path / "log", NPROC=2, **environment)
-    watched.until("held out after step 16")
+    watched.until("held out after step")
     ranks = watched.family()
     os.kill(record(out)["pid"], signal.SIGTERM)
     assert watched.wait() == 143, watched.text()
