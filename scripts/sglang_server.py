@@ -36,6 +36,10 @@ def device():
     return os.environ.get("DEVICE") or ("cuda" if shutil.which("nvidia-smi") and Path("/dev/nvidiactl").exists() else "cpu")
 
 
+class Died(Refused):
+    """The server has ended by itself; its last lines have been shown."""
+
+
 @contextmanager
 def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes=True, max_requests=64,
           wait_for="starting SGLang"):
@@ -68,7 +72,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
     try:
         _await(server, url, log)
         yield url
-    except stage.Stopped:
+    except (stage.Stopped, Died):
         raise
     except Exception as error:
         time.sleep(0.5)  # a server that died took its connections along a moment before it could be waited for
@@ -103,7 +107,7 @@ def _died(server, log):
     _show_end(log)
     code = server.wait()
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return Refused(f"the SGLang server died ({how}); its log is {log}")
+    return Died(f"the SGLang server died ({how}); its log is {log}")
 
 
 def _show_end(log):
