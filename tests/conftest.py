@@ -1,6 +1,7 @@
 """What several test files share: a clean environment, the numbered scripts, and their flags."""
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,11 @@ STAGES = sorted((ROOT / "scripts").glob("[0-9][0-9]_*.py"))
 # buffering would pass; MAKEFLAGS would hand the settings of `make test` down to the make that is tested.
 STRANGE = ("PYTHONUNBUFFERED", "RANK", "NPROC", "LOG_EVERY", "REDO", "API_KEY", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES",
            "GOALS", "JOB_LOG", "JOB_LOCK", "WAIT", "STOP_WAIT", "STALL_AFTER", "STALL_EXIT")
+
+
+def pytest_configure():
+    """A shell that runs tests in the background lets them ignore Ctrl-C, and so would all that they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
