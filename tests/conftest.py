@@ -16,8 +16,11 @@ STRANGE = ("PYTHONUNBUFFERED", "RANK", "NPROC", "LOG_EVERY", "REDO", "API_KEY", 
 
 
 def pytest_configure():
-    """A shell that runs tests in the background lets them ignore Ctrl-C, and so would all that they start."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """In the background of a shell, or under nohup, tests ignore Ctrl-C and HUP, and so would all that they start: a handler
+    of their own, which nothing inherits, in place of that."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items):

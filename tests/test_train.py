@@ -145,7 +145,7 @@ def test_a_full_disk_is_told_in_one_sentence_and_training_goes_on_when_there_is_
 def test_another_number_of_ranks_does_not_go_on_from_a_checkpoint_of_this_one(prepared, tiny, tmp_path):
     out = tmp_path / "04_train"
     kill_when(command(prepared, tiny, out), lambda: any((out / "checkpoints").glob("step*")), SAVE_EVERY="0")
-    output = script("04_train", *command(prepared, tiny, out)[1:], code=1, NPROC="2")
+    output = script("04_train", *command(prepared, tiny, out)[1:], code=2, NPROC="2")
     assert "was made with another NPROC" in output
 
 
