@@ -255,11 +255,11 @@ def torchrun():
 
 def _first_failure(report, out):
     """(exit code of the stage, cause) from torchrun's report; a rank that could not speak for itself is spoken for."""
-    found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", report, re.DOTALL)
+    found = [tuple(map(int, pair)) for pair in re.findall(r"rank +: (\d+).*?exitcode +: (-?\d+)", report, re.DOTALL)]
     if not found:
         cause, end = "torchrun failed", part_log(out, "torchrun")
-    else:
-        rank, code = map(int, found.groups())
+    else:  # the root cause stands last; but a rank that was killed is one, if torchrun saw it at once with those that missed it
+        rank, code = next((pair for pair in found if pair[1] < 0 and pair[1] != -signal.SIGTERM), found[-1])
         if code == 2 or code > 128:
             progress.amend(out, state=STATES.get(code, "stopped"), exit=code)
             return code, progress.read(out).get("cause", "")
