@@ -52,7 +52,7 @@ generate: $(D)/01_generate/done.json  ## 01  let the target answer the prompts
 $(D)/01_generate/done.json: $(PROMPT_FILE) $(call changed,$(D)/01_generate,$(GENERATE)) | $(filter models/smollm2-135m,$(MODEL))
 	$(PYTHON) scripts/01_generate.py $(addprefix --prompts ,$(PROMPT_FILE)) --model $(MODEL) --out $(@D) $(GENERATE)
 
-PREPARE_FLAGS := MAX_SEQ_LEN VAL_SHARE
+PREPARE_FLAGS := MAX_SEQ_LEN LONG_ROWS TRAINED_TURNS REASONING MAX_DROPPED VAL_SHARE SPLIT_SEED
 PREPARE := $(call flags,$(PREPARE_FLAGS))
 prepare: $(D)/02_prepare/done.json  ## 02  token ids, loss mask, token counts
 $(D)/02_prepare/done.json: $(D)/01_generate/done.json $(call changed,$(D)/02_prepare,$(PREPARE))
@@ -64,7 +64,7 @@ extract: $(D)/03_extract/done.json  ## 03  dump the target's hidden states
 $(D)/03_extract/done.json: $(D)/02_prepare/done.json $(call changed,$(D)/03_extract,$(EXTRACT))
 	$(PYTHON) scripts/03_extract.py --tokens $(D)/02_prepare --model $(MODEL) --out $(@D) $(EXTRACT)
 
-TRAIN_FLAGS := DRAFT_VOCAB EPOCHS BATCH_TOKENS LR WARMUP_RATIO WEIGHT_DECAY TTT_STEPS SEED
+TRAIN_FLAGS := DRAFT_VOCAB DRAFT_COVERAGE EPOCHS BATCH_TOKENS LR WARMUP_RATIO WEIGHT_DECAY TTT_STEPS SEED
 TRAIN := $(call flags,$(TRAIN_FLAGS))
 train: $(N)/04_train/done.json  ## 04  train the draft model, export it
 $(N)/04_train/done.json: $(D)/03_extract/done.json $(call changed,$(N)/04_train,$(TRAIN))
@@ -77,7 +77,7 @@ $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EV
 	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
 
 MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
-  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH
+  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW
 KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS EVAL_PROMPTS $(MACHINE) \
   $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
 # The settings on the command line; a word within a value, like the second of "--tp-size=4 --dp-size=2", is none.
@@ -105,6 +105,8 @@ status:  ## one line a stage of every run (JSON=1 for programs, WATCH=1 on a ter
 	@$(PYTHON) scripts/status.py $(RUNS) $(if $(JSON),--json) $(if $(WATCH),--watch)
 plan:  ## the commands that GOAL (all) would run, and nothing else
 	@commands=$$($(MAKE) --no-print-directory -n $(or $(GOAL),all) | sed '/^make.*Nothing to be done/d'); printf '%s\n' "$${commands:-nothing to do}"
+show:  ## sample ROW of 02 decoded, trained tokens marked, here and as HTML
+	@$(PYTHON) scripts/show.py --tokens $(D)/02_prepare --model $(MODEL) --row $(or $(ROW),0)
 
 ##@ Set-up and tests
 DEVICE ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
@@ -142,4 +144,4 @@ help:  ## this text
 	@printf '%s\n' '01: $(strip $(GENERATE))' '02: $(strip $(PREPARE))' '03: $(strip $(EXTRACT))' '04: $(strip $(TRAIN))' '05: $(strip $(EVAL))'
 	@printf 'Change a setting on the command line: make train NAME=hot LR=3e-4\n'
 
-.PHONY: generate prepare extract train eval all demo launch tail stop status plan setup patch test test-fast help FORCE
+.PHONY: generate prepare extract train eval all demo launch tail stop status plan show setup patch test test-fast help FORCE

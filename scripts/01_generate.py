@@ -28,7 +28,7 @@ import progress
 import prompts
 import stage
 from api import Api, Rejected, each, in_flight
-from chat import load_tokenizer, looping, user_turn
+from chat import ASKED_WITH, load_tokenizer, looping, user_turn
 from jsonl import Appender, ids, read
 from sglang_server import serve
 from stage import Refused
@@ -105,7 +105,7 @@ def answer(api, model, args, out):
         try:
             reply = api.post("/chat/completions", {
                 "model": model, "messages": prompt["messages"], "temperature": temperature,
-                "top_p": 1.0, "max_tokens": args.answer_tokens, **extra})
+                "top_p": 1.0, "max_tokens": args.answer_tokens, **extra, **{k: prompt[k] for k in ASKED_WITH if k in prompt}})
             return prompt["id"], answered(prompt, reply, temperature), None
         except Rejected as rejection:
             return prompt["id"], None, str(rejection)
@@ -146,19 +146,21 @@ def answered(prompt, reply, temperature):
         raise Rejected("no choices")
     try:
         choice = reply["choices"][0]
-        text, finish, usage = choice["message"].get("content") or "", choice.get("finish_reason"), reply.get("usage") or {}
+        said, finish, usage = choice["message"], choice.get("finish_reason"), reply.get("usage") or {}
+        text, reasoning, calls = said.get("content") or "", said.get("reasoning_content") or said.get("reasoning"), said.get("tool_calls")
         prompt_ids, answer_ids = choice.get("prompt_token_ids"), choice.get("response_token_ids")
     except (LookupError, TypeError, AttributeError):
         raise Rejected("reply without an answer") from None
     if not isinstance(text, str):
         raise Rejected("answer is no text")
-    if finish not in ("stop", "length"):
+    if finish not in ("stop", "length", "tool_calls"):
         raise Rejected(f"finish {finish}")
-    if not text.strip():
-        raise Rejected("empty answer")
+    if not text.strip() and not calls:  # with a reason: --answer-tokens were used up before the answer began
+        raise Rejected("only reasoning" if reasoning else "empty answer")
     if looping(answer_ids or text.split()):
         raise Rejected("answer loops")
-    row = {"id": prompt["id"], "messages": [*prompt["messages"], {"role": "assistant", "content": text}],
+    answer = {"role": "assistant", "content": text} | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+    row = {**prompt, "messages": [*prompt["messages"], answer],
            "finish_reason": finish, "usage": usage, "model": reply.get("model"), "temperature": temperature}
     return {**row, "prompt_ids": prompt_ids, "answer_ids": answer_ids} if prompt_ids and answer_ids else row
 

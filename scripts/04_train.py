@@ -36,6 +36,8 @@ def arguments():
     p.add_argument("--model", type=Path, required=True, help="directory of the target model")
     p.add_argument("--out", type=Path, required=True, help="stage directory")
     p.add_argument("--draft-vocab", type=int, default=32000, help="tokens the draft can propose (default 32000)")
+    p.add_argument("--draft-coverage", type=float, default=0.0,
+                   help="instead: as many tokens as cover this share of the trained ones, e.g. 0.995 (default 0: off)")
     p.add_argument("--epochs", type=int, default=5, help="passes over the training rows (default 5)")
     p.add_argument("--batch-tokens", type=int, default=8192, help="tokens of one step over all ranks (default 8192)")
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of AdamW (default 1e-3)")
@@ -61,7 +63,8 @@ def main():
     counts = vocab.load_counts(args.tokens / "token_freq.pt")
     config = contract.text_config(args.model)
     target_vocab = config.vocab_size
-    d2t, t2d = vocab.mapping(counts, min(args.draft_vocab, target_vocab), target_vocab, always=made["end_of_turn_ids"])
+    size = vocab.size_for(counts, args.draft_coverage, made["special_ids"]) if args.draft_coverage else args.draft_vocab
+    d2t, t2d = vocab.mapping(counts, min(size, target_vocab), target_vocab, always=made["special_ids"])
     ranks = trainer.Ranks()
     draft = trainer.build_draft(args.model, made["layer_ids"], d2t, t2d, args.ttt_steps, args.seed,
                                 attention="simple_flex_attention" if ranks.device.type == "cuda" else "sdpa")
@@ -81,7 +84,7 @@ def main():
     progress.log(f"{trained / 1e6:.1f}M parameters trainable, {frozen / 1e6:.1f}M frozen")
     progress.log(f"{len(data.rows['train'])} rows, {sum(data.lengths[i] for i in data.rows['train'])} tokens to train on; "
                  f"{len(data.rows['val'])} rows held out")
-    progress.log(f"draft vocabulary of {len(d2t)} tokens covers {vocab.covered(counts, t2d):.1%} of the trained tokens")
+    progress.log(vocab.ceiling(counts, vocab.load_counts(args.tokens / "token_freq_held_out.pt"), t2d, args.ttt_steps))
     run.run()
     if ranks.rank:
         return

@@ -1,10 +1,21 @@
 """Conversations to token ids and loss mask, by the target's own tokenizer and chat template."""
 import hashlib
+import json
 import os
+import re
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from stage import Refused
 
 MARK = "eaglet7user7turn"  # stands for a user's text while the template is taken apart; no template or tokenizer knows it
+ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ASKED_WITH = ("tools", "chat_template_kwargs")          # what a row may hold besides messages and a server renders too
+TOLD = ("prompt_ids", "answer_ids", "finish_reason")    # what a server told of an answer
+# What opens and closes reasoning in a text: most models, Magistral, Kimi-VL, gpt-oss
+REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "\u25c1think\u25b7": "\u25c1/think\u25b7",
+             "<|channel|>analysis": "<|channel|>final<|message|>"}
 
 
 class Dropped(Exception):
@@ -25,7 +36,7 @@ def load_tokenizer(model):
 
 
 def template_hash(tokenizer):
-    return hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16]
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
 
 
 def end_of_turn_ids(tokenizer, model):
@@ -42,10 +53,16 @@ def end_of_turn_ids(tokenizer, model):
     return ids - {None}
 
 
+def turns_of(row):
+    """What a row holds as messages, under the name that OpenAI or ShareGPT gave it."""
+    return row.get("messages", row.get("conversations"))
+
+
 def question(row, where):
     """The messages that a row of prompts asks with: {"messages"} without trailing answers, or {"prompt"}; Refused else."""
-    messages = row.get("messages") if "messages" in row else [{"role": "user", "content": row.get("prompt")}]
+    messages = turns_of(row) if "prompt" not in row else [{"role": "user", "content": row["prompt"]}]
     if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
+        messages = [m if "from" not in m else {"role": ROLES.get(m["from"], m["from"]), "content": m.get("value")} for m in messages]
         while messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]
         content = messages[-1].get("content") if messages else None
@@ -54,47 +71,216 @@ def question(row, where):
     raise Refused(f'{where}: wanted {{"messages": [...]}} that ask something, or {{"prompt": "..."}}')
 
 
-def render(tokenizer, messages, answer_next, tokenize=True):
+def conversation(row):
+    """The messages of a row as a server hands them to the template: roles by their names, parts of text joined, null
+    content empty, arguments of tool calls as objects; Dropped with the reason."""
+    messages = turns_of(row) or []
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise Dropped("messages are no list of objects")
+    return [_message(m) for m in messages]
+
+
+def _message(message):
+    role, content = str(message.get("role", message.get("from"))), message.get("content", message.get("value"))
+    if role not in ROLES:
+        raise Dropped("unknown role")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = " ".join(texts) if all(isinstance(text, str) for text in texts) else content
+    if not all(isinstance(text, str | None) for text in (content, message.get("reasoning_content"), message.get("reasoning"))):
+        raise Dropped("content is no text")
+    kept = {k: v for k, v in message.items() if v is not None and k not in ("from", "value", *TOLD)}
+    try:
+        if calls := [call | {"function": {"arguments": {}} | call["function"]} for call in kept.get("tool_calls", [])]:
+            for function in (call["function"] for call in calls):
+                if isinstance(function["arguments"], str):
+                    function["arguments"] = json.loads(function["arguments"])
+            kept["tool_calls"] = calls
+    except (KeyError, TypeError, ValueError):
+        raise Dropped("broken tool call") from None
+    return kept | {"role": ROLES[role], "content": content or ""}
+
+
+def render(tokenizer, messages, answer_next, tokenize=True, **asked_with):
     """Ids [T] (or the text) of a conversation by the chat template; with `answer_next` it ends where the assistant begins."""
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=answer_next, tokenize=tokenize, return_dict=False)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=answer_next, tokenize=tokenize, return_dict=False,
+                                             tools=asked_with.get("tools"), **asked_with.get("chat_template_kwargs") or {})
     except Exception as error:  # jinja raises what the template's author chose
         raise Dropped("chat template failed") from error
 
 
-def sample(tokenizer, row, end_ids):
-    """(ids [T], mask [T]) of one answered row: mask 1 on the answer and its end-of-turn token, 0 on the prompt.
+@dataclass
+class Turn:
+    """One answer of a conversation."""
+    stored: tuple | None = None     # (prompt ids, answer ids) of the server
+    cut: bool = False               # the answer was cut off: nothing may close it
+    opening: int = 0                # number of the message after the previous answer, where the conversation may be split
+    messages: tuple = ()            # up to and with the answer
+    texts: tuple = ()               # rendered up to where the assistant begins, and with the answer
+    refused: str = "no text"        # why there are no texts
 
-    Where the row holds the ids that the server saw and produced, these are used; else the conversation is rendered
-    with and without its last answer, and the first must begin with the second.  A cut answer gets no end of turn.
+
+class Masker:
+    """Conversations to samples (ids [T], mask [T]): 1 on every token that the assistant produced, its end of turn included.
+
+    A turn whose ids the server gave (`prompt_ids`, `answer_ids`: in the row for its last message, in a message for itself)
+    is taken as it is; in such a row other answers are context, for they are not the server's.  Else the template renders
+    the conversation with and without the answer, and the first must begin with the second.  Turns share a sample as long
+    as each prompt begins with the ids so far; where a template rewrites history the next turn begins a sample of its own.
+
+    long_rows: a sample of more than `limit` tokens is dropped, cut, or split at turns (what follows begins afresh after
+    the system prompt).  Counted in `turns`: those not trained, of rows that are; in `retokenised`: what the text of stored
+    ids gives when it is rendered and tokenized again, of which `example` is the first that differs.
     """
-    if row.get("prompt_ids") and row.get("answer_ids"):
-        prompt, answer = list(row["prompt_ids"]), list(row["answer_ids"])
-    else:
-        messages = row.get("messages") or []
-        if len(messages) < 2 or messages[-1].get("role") != "assistant":
+
+    def __init__(self, tokenizer, end_ids, limit=1 << 30, vocab_size=1 << 30, long_rows="drop", trained_turns="all", reasoning="train"):
+        self.tokenizer, self.end_ids, self.limit, self.vocab_size = tokenizer, end_ids, limit, vocab_size
+        self.long_rows, self.trained_turns, self.reasoning = long_rows, trained_turns, reasoning
+        special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special} - {*REASONING, *REASONING.values()}
+        self.control = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
+        self.turns, self.retokenised, self.example, self.ids = Counter(), Counter(), "", {}
+
+    def __call__(self, rows):
+        """Yield for each row its samples, or the reason (str) why there is none.  Texts are tokenized in one call."""
+        planned = []
+        for row in rows:
+            try:
+                planned.append([self._rendered(row, turn) for turn in self._turns(row)])
+            except Dropped as reason:
+                planned.append(str(reason))
+        texts = list({text: 0 for turns in planned if not isinstance(turns, str) for turn in turns for text in turn.texts})
+        self.ids = dict(zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else {}
+        for row, turns in zip(rows, planned):
+            yield turns if isinstance(turns, str) else self._samples(row, turns)
+
+    def _turns(self, row):
+        """The turns of a row that are to be trained."""
+        messages, given = conversation(row), turns_of(row)
+        if not messages and row.get("prompt_ids") and row.get("answer_ids"):
+            return [Turn((row["prompt_ids"], row["answer_ids"]))]
+        asked = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), len(messages))
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > asked]
+        told = {i: given[i] | {k: row[k] for k in TOLD if k in row and i + 1 == len(messages)} for i in answers}
+        stored = {i: (t["prompt_ids"], t["answer_ids"]) for i, t in told.items() if t.get("prompt_ids") and t.get("answer_ids")}
+        turns = [Turn(stored.get(i), told[i].get("finish_reason") == "length", before + 1, messages[:i + 1])
+                 for before, i in zip([-1, *answers], answers) if i in stored or not stored]
+        if not turns:
             raise Dropped("no answer")
-        text = messages[-1].get("content") or ""
-        if not isinstance(text, str):
-            raise Dropped("answer is no text")
-        if not text.strip():
-            raise Dropped("empty answer")
-        asked, said = (render(tokenizer, m, next_, tokenize=False) for m, next_ in ((messages[:-1], True), (messages, False)))
-        if text.strip() not in said[len(asked):]:
-            raise Dropped("template rewrites the answer" if said.startswith(asked) else "template rewrites history")
-        prompt = render(tokenizer, messages[:-1], answer_next=True)
-        whole = render(tokenizer, messages, answer_next=False)
-        if whole[:len(prompt)] != prompt:
-            raise Dropped("template rewrites history")
+        self.turns["not the server's"] += len(answers) - len(turns)
+        return turns[-1:] if self.trained_turns == "last" else turns
+
+    def _rendered(self, row, turn, start=0):
+        """The turn with its texts, of the conversation that begins at message `start`, after the system prompt."""
+        if not turn.messages:
+            return turn
+        messages, answer = [m for m in turn.messages[:start] if m["role"] == "system"] + turn.messages[start:], turn.messages[-1]
+        reasoning, calls = answer.get("reasoning_content", answer.get("reasoning", "")), answer.get("tool_calls", [])
+        parts = [(answer["content"], "rewrites the answer"), (reasoning, "leaves out the reasoning"),
+                 *((call["function"].get("name", ""), "leaves out the tool calls") for call in calls)]
+        try:
+            if not answer["content"].strip() and not calls:
+                raise Dropped("empty answer")
+            if self.control.search(answer["content"]):
+                raise Dropped("control token in the answer")
+            asked, said = (render(self.tokenizer, m, answer_next, tokenize=False, **{k: row.get(k) for k in ASKED_WITH})
+                           for m, answer_next in ((messages[:-1], True), (messages, False)))
+            if not said.startswith(asked):
+                raise Dropped("template rewrites history")
+            if re.search("[\ud800-\udfff]", said):
+                raise Dropped("half a character")  # of a pair that JSON can hold and no tokenizer takes
+            for part, problem in parts:
+                if part.strip() not in said[len(asked):]:
+                    raise Dropped(f"template {problem}")
+            thinks, thought = (text.lstrip().startswith(tuple(REASONING)) for text in (said[len(asked):], answer["content"]))
+            if thinks and not thought and not reasoning:
+                raise Dropped("template invents reasoning")
+            return replace(turn, texts=(asked, said))
+        except Dropped as reason:
+            return replace(turn, texts=(), refused=str(reason))
+
+    def _encode(self, text):
+        return self.ids[text] if text in self.ids else self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
+
+    def _tokens(self, turn):
+        """(prompt, answer) as the template has it."""
+        if not turn.texts:
+            raise Dropped(turn.refused)
+        prompt, whole = map(self._encode, turn.texts)
         answer = whole[len(prompt):]
-        end = next((i for i, t in enumerate(answer) if t in end_ids), None)
-        if row.get("finish_reason") == "length":
-            answer = answer[:end]  # the template closes every turn; the model did not close this one
-        elif end is not None:
-            answer = answer[:end + 1]
-    if not [t for t in answer if t not in end_ids]:
-        raise Dropped("empty answer")
-    return prompt + answer, [0] * len(prompt) + [1] * len(answer)
+        if whole[:len(prompt)] != prompt:  # a token lies across the boundary; the server's prompt ended there
+            rest = turn.texts[1][len(turn.texts[0]):]
+            answer = self._encode(rest)
+            if self.tokenizer.decode(answer) != rest:
+                raise Dropped("no boundary before the answer")
+        end = next((i for i, t in enumerate(answer) if t in self.end_ids), None)
+        if end is None:
+            raise Dropped("template ends no turn")
+        return prompt, answer[:end if turn.cut else end + 1]  # the template closes every turn; the model did not close a cut one
+
+    def _exact(self, turn):
+        """(prompt, answer) as the server had it, compared with what the template makes of the text."""
+        prompt, answer = map(list, turn.stored)
+        try:
+            again = self._tokens(turn)
+            found = "prompt differs" if again[0] != prompt else "answer differs" if again[1] != answer else "same"
+            if found != "same" and not self.example:
+                both = sum(again, []), prompt + answer
+                at = len(os.path.commonprefix(both))
+                near = [self.tokenizer.decode(ids[max(0, at - 4):at + 6]) for ids in both]
+                self.example = f"{found} at token {at}: {near[0]!r}, of the server {near[1]!r}"
+        except Dropped as reason:
+            found = str(reason)
+        self.retokenised[found] += 1
+        return prompt, answer
+
+    def _samples(self, row, turns):
+        samples, start, dropped = [], 0, []
+        for turn in turns:
+            try:
+                prompt, answer = self._exact(turn) if turn.stored else self._tokens(turn)
+                for start in (start, turn.opening):
+                    if start:
+                        prompt, again = self._tokens(self._rendered(row, turn, start))
+                        answer = answer if turn.stored else again
+                    if self.long_rows != "split" or len(prompt) + len(answer) <= self.limit:
+                        break
+                mask = self._mask(prompt, answer)
+            except Dropped as reason:
+                dropped.append(str(reason))
+                continue
+            joins = samples and prompt[:len(samples[-1][0])] == samples[-1][0]
+            ids, old = samples.pop() if joins else ([], [])
+            samples.append((prompt + answer, old + [0] * (len(prompt) - len(ids)) + mask))
+        if self.long_rows == "cut":
+            self.turns["cut"] += sum(len(ids) > self.limit for ids, _ in samples)
+            samples = [(ids[:self.limit], mask[:self.limit]) for ids, mask in samples]
+        kept = [sample for sample in samples if len(sample[0]) <= self.limit and any(sample[1])]
+        dropped += ["too long"] * (len(samples) - len(kept))
+        self.turns.update(dropped if kept else ())
+        return kept or dropped[-1]
+
+    def _mask(self, prompt, answer):
+        if not set(answer) - self.end_ids:
+            raise Dropped("empty answer")
+        if max(prompt + answer) >= self.vocab_size:
+            raise Dropped("token beyond the target's vocabulary")
+        if prompt[:2] == [self.tokenizer.bos_token_id] * 2:
+            raise Dropped("two beginnings of text")
+        skipped = self._reasoning(prompt, answer) if self.reasoning == "mask" else 0
+        if skipped == len(answer):
+            raise Dropped("only reasoning")
+        return [0] * skipped + [1] * (len(answer) - skipped)
+
+    def _reasoning(self, prompt, answer):
+        """How many tokens of an answer are reasoning."""
+        text = self.tokenizer.decode(answer)
+        for opens, closes in REASONING.items():
+            if closes in text:
+                return bisect_left(range(len(answer)), True, key=lambda n: closes in self.tokenizer.decode(answer[:n]))
+            if opens in text or self.tokenizer.decode(prompt[-8:]).rstrip().endswith(opens):
+                return len(answer)
+        return 0
 
 
 def user_turn(tokenizer):

@@ -1,7 +1,8 @@
 """contract.json: the one convention that every stage reads, completes and checks.
 
-02 writes the target, its tokenizer, chat template and end-of-turn ids; 03 adds the layers, their meaning, the precision
-and the engine; 04 adds the draft's norms and vocabulary.  A stage that disagrees stops and shows both values.
+02 writes the target, its tokenizer, chat template, end-of-turn ids and the special ids that are trained; 03 adds the
+layers, their meaning, the precision and the engine; 04 adds the draft's norms and vocabulary.  A stage that disagrees
+stops and shows both values.
 """
 import json
 

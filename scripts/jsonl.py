@@ -8,10 +8,12 @@ import os
 from stage import Refused
 
 
-def read(path):
-    """Yield (line number, object) of a file; Refused names file and line where a line is no JSON object."""
+def read(path, offset=0, first=1):
+    """Yield (line number, object) of a file, from the line number `first`, which begins at the byte `offset`; Refused
+    names file and line where a line is no JSON object."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        file.seek(offset)
+        for number, line in enumerate(file, first):
             if line.strip():
                 try:
                     row = json.loads(line.decode())

@@ -4,7 +4,7 @@ import re
 
 import progress
 from api import Rejected, each, in_flight
-from chat import looping, question
+from chat import ASKED_WITH, looping, question
 from jsonl import Appender, ids, read
 from stage import Refused
 
@@ -25,7 +25,7 @@ def copy(path, out):
                     reject.write({"id": f"{name}-line{number}", "reason": "duplicate prompt"})
                 continue
             seen[name] = number
-            lines.append({"id": name, "messages": messages})
+            lines.append({"id": name, "messages": messages, **{k: row[k] for k in ("source", *ASKED_WITH) if k in row}})
     if not lines:
         raise Refused(f"{path} holds no prompt")
     (out / "prompts.jsonl").unlink(missing_ok=True)

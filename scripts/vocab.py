@@ -19,39 +19,53 @@ def load_counts(path):
     return torch.load(path, weights_only=True)
 
 
-def coverage(counts):
-    """[[K, share of trained tokens covered by the K most frequent]] for K = 1, 2, 4 ... and all."""
-    total = sum(counts.values())
-    cumulated = list(accumulate(sorted(counts.values(), reverse=True)))
+def ranked(counts, always=()):
+    """The tokens by how often they are trained, those of `always` first."""
+    return sorted({*counts, *always}, key=lambda t: (t not in always, -counts.get(t, 0), t))
+
+
+def coverage(counts, ranking=None):
+    """[[K, share of the counted tokens that the first K of `ranking` (default: their own) cover]], K = 1, 2, 4 ... and all."""
+    ranking = ranking or ranked(counts)
+    cumulated = list(accumulate(counts.get(t, 0) for t in ranking))
     sizes = [2 ** k for k in range(32) if 2 ** k < len(cumulated)] + [len(cumulated)]
-    return [[k, round(cumulated[k - 1] / total, 5)] for k in sizes]
+    return [[k, round(cumulated[k - 1] / max(1, sum(counts.values())), 5)] for k in sizes]
 
 
-def draw_coverage(counts, path):
+def draw_coverage(curves, path):
+    """A line for each of {name: points}."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    points = coverage(counts)
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    axes.semilogx([k for k, _ in points], [share for _, share in points], marker="o", base=2)
+    for name, points in curves.items():
+        axes.semilogx([k for k, _ in points], [share for _, share in points], marker="o", base=2, label=name)
     axes.set(xlabel="draft vocabulary (most frequent tokens)", ylabel="share of trained tokens covered", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def size_for(counts, share, always=()):
+    """The fewest tokens, those of `always` among them, that cover this share of the counted ones."""
+    needed = share * sum(counts.values()) - 1e-6
+    return next(k for k, n in enumerate(accumulate(counts.get(t, 0) for t in ranked(counts, always)), 1) if n >= needed and k >= len(always))
 
 
 def mapping(counts, size, target_size, always=()):
     """(d2t int64 [K], t2d bool [V]) of a draft vocabulary of `size` tokens out of `target_size`.
 
-    d2t is an offset: draft token i is target token i + d2t[i].  The tokens of `always` (end of turn) are in, whatever
-    their count: a draft without them never proposes to stop.  Built by speculators' own function, which fills up with
+    d2t is an offset: draft token i is target token i + d2t[i].  The tokens of `always` (end of turn, trained special
+    tokens) are in, whatever their count: a draft without them never proposes to stop.  Built by speculators' own function, which fills up with
     low ids where fewer distinct tokens were trained.
     """
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-    if not 0 < size <= target_size:
-        raise Refused(f"--draft-vocab {size}: the target has {target_size} tokens")
+    always = [t for t in always if t < target_size]
+    if not max(1, len(always)) <= size <= target_size:
+        raise Refused(f"--draft-vocab {size}: the target has {target_size} tokens, {len(always)} of them always in")
     top = max(counts.values(), default=0)
     counts = {t: n for t, n in counts.items() if t < target_size} | {t: top + 1 for t in always}
     return build_vocab_mappings_from_distribution(counts, size, target_size)
@@ -59,7 +73,16 @@ def mapping(counts, size, target_size, always=()):
 
 def covered(counts, t2d):
     """Share of the counted tokens that are in the draft's vocabulary: the ceiling of its first proposal's acceptance."""
-    return sum(n for t, n in counts.items() if t2d[t]) / max(1, sum(counts.values()))
+    return sum(n for t, n in counts.items() if t < len(t2d) and t2d[t]) / max(1, sum(counts.values()))
+
+
+def ceiling(counts, held_out, t2d, steps):
+    """What the draft's vocabulary allows at best: a sentence, by the held-out tokens where there are some."""
+    seen = covered(held_out or counts, t2d)
+    return (f"draft vocabulary of {int(t2d.sum())} tokens covers {covered(counts, t2d):.2%} of the trained tokens"
+            + f", {seen:.2%} of the held-out ones" * bool(held_out)
+            + f": at most that share of first proposals can be accepted, an acceptance length of {sum(seen ** k for k in range(steps + 1)):.2f} "
+              f"of {steps + 1}")
 
 
 def identity(d2t):

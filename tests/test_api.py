@@ -178,7 +178,7 @@ def misbehave(n, body):
         return first[number]
     return {5: error_in_200(400), 6: {"choices": []}, 7: {"choices": None}, 8: answer(""), 9: answer(None), 10: answer(" \n"),
             11: answer(LOOP), 12: answer("cut in the", "length"), 13: 400, 14: 404,
-            15: answer("", "length", reasoning_content="long thoughts"), 16: answer("a\u2028b\x85c\x0bd"),
+            15: answer("", "length", message={"content": "", "reasoning_content": "long thoughts"}), 16: answer("a\u2028b\x85c\x0bd"),
             }.get(number) or well(n, body)
 
 
@@ -212,7 +212,7 @@ def test_the_wait_that_a_429_asks_for_is_kept(faulty):
 
 @pytest.mark.parametrize("number, reason", [(5, "http 400"), (6, "no choices"), (7, "no choices"), (8, "empty answer"),
                                             (9, "empty answer"), (10, "empty answer"), (11, "answer loops"), (13, "http 400"),
-                                            (14, "http 404"), (15, "empty answer")])
+                                            (14, "http 404"), (15, "only reasoning")])
 def test_what_is_no_answer_is_rejected_with_its_reason_and_asked_once(faulty, number, reason):
     out, server = faulty
     assert {r["id"]: r["reason"] for r in read(out, "rejected")}.get(f"p{number}") == reason
@@ -224,7 +224,7 @@ def test_every_prompt_is_counted_once(faulty):
     assert sorted(names(out) + names(out, "rejected")) == sorted(ALL)
     done = stage.done(out)
     assert (done["rows_in"], done["rows_out"]) == (20, 10)
-    assert done["dropped"] == {"answer loops": 1, "empty answer": 4, "http 400": 2, "http 404": 1, "no choices": 2}
+    assert done["dropped"] == {"answer loops": 1, "empty answer": 3, "http 400": 2, "http 404": 1, "no choices": 2, "only reasoning": 1}
 
 
 def test_a_cut_answer_is_stored_as_cut(faulty):
@@ -419,6 +419,30 @@ def test_a_prompt_without_id_that_stands_twice_is_asked_once_and_counted(generat
         assert sorted(server.asked()) == ["one?", "two?"]
     done = stage.done(tmp_path / "01")
     assert (done["rows_in"], done["rows_out"], done["dropped"]) == (3, 2, {"duplicate prompt": 1})
+
+
+def test_tools_reasoning_and_tool_calls_reach_the_rows(generate, tmp_path):
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "reasoning_content": "I must look.", "tool_calls": [call]}
+    prompt = {"id": "a", "messages": [{"role": "user", "content": "one?"}], "tools": tools, "chat_template_kwargs": {"enable_thinking": True},
+              "source": "web"}
+    with Server(lambda n, body: answer(finish="tool_calls", message=said)) as server:
+        code, printed = run("01_generate.py", *generate(server, written(tmp_path / "tools.jsonl", [prompt])))
+        assert code == 0, printed
+        body = server.requests[-1][2]
+    assert (body["tools"], body["chat_template_kwargs"], body.get("source")) == (tools, {"enable_thinking": True}, None)
+    row, = read(tmp_path / "01")
+    assert row["messages"][-1] == {**said, "content": ""} and row["finish_reason"] == "tool_calls"
+    assert {k: row[k] for k in ("tools", "chat_template_kwargs", "source")} == {k: prompt[k] for k in ("tools", "chat_template_kwargs", "source")}
+
+
+def test_a_conversation_in_the_style_of_sharegpt_is_asked(generate, tmp_path):
+    talk = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "one?"}, {"from": "gpt", "value": "old"}]
+    with Server(well) as server:
+        assert run("01_generate.py", *generate(server, written(tmp_path / "talk.jsonl", [{"id": "t", "conversations": talk}])))[0] == 0
+    assert read(tmp_path / "01")[0]["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"},
+                                                    {"role": "assistant", "content": "the answer to one?"}]
 
 
 def test_an_answer_at_the_end_of_a_prompt_is_made_anew(generate, tmp_path):

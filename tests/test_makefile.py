@@ -92,6 +92,8 @@ def test_a_finished_tree_runs_nothing(finished):
     ("EVAL_ROWS=7", ["05"]),
     ("EXTRACT_DTYPE=float16", ["03", "04", "05"]),
     ("MAX_SEQ_LEN=77", ["02", "03", "04", "05"]),
+    ("LONG_ROWS=split", ["02", "03", "04", "05"]),
+    ("DRAFT_COVERAGE=0.995", ["04", "05"]),
     ("ANSWER_TOKENS=77", ALL),
     ("PROMPTS=self:7", ALL),
     ("TEMPERATURE=", ALL),
@@ -148,6 +150,12 @@ def test_planning_changes_nothing_on_disk(finished):
         finished.plan(*words)
         assert finished.make("plan", *words).returncode == 0
     assert finished.files() == before and not finished.called.exists()
+
+
+def test_a_sample_is_shown_by_its_number(checkout):
+    result = checkout.make("show", "ROW=7")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"scripts/show.py --tokens \S+/02_prepare --model models/smollm2-135m --row 7\n", checkout.called.read_text())
 
 
 def test_plan_shows_the_commands_of_its_goal_only(checkout):

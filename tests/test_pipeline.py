@@ -60,7 +60,7 @@ def test_every_stage_survives_a_kill_and_accounts_for_every_row(finished):
         assert {"seconds", "commit"} <= set(record)
     assert done["01_generate"]["rows_in"] == 24
     assert done["02_prepare"]["rows_in"] == done["01_generate"]["rows_out"]
-    assert done["03_extract"]["rows_in"] == done["02_prepare"]["rows_out"]
+    assert done["03_extract"]["rows_in"] == done["02_prepare"]["samples"]
 
 
 def test_every_prompt_is_answered_once(finished):

@@ -109,6 +109,21 @@ def test_states_of_other_tokens_are_refused(prepared, tiny, tmp_path):
     assert "hs_4.safetensors is missing, broken or holds states of other token ids" in output
 
 
+def test_the_vocabulary_is_chosen_for_a_coverage_its_ceiling_printed_and_another_one_never_mixed_in(prepared, tiny, tmp_path):
+    import vocab
+
+    counts, out = vocab.load_counts(prepared / "02_prepare" / "token_freq.pt"), tmp_path / "out"
+    size = vocab.size_for(counts, 0.9, [2])
+    flags = [*command(prepared, tiny, out)[1:], "--epochs", 1, "--draft-coverage"]
+    output = script("04_train", *flags, 0.9)
+    assert f"draft vocabulary of {size} tokens covers 9" in output and "of the held-out ones: at most that share" in output
+    made = json.loads((out / "contract.json").read_text())["draft_vocab"]
+    output = script("04_train", *flags, 0.8, code=2)
+    assert "was made by another command" in output and json.loads((out / "contract.json").read_text())["draft_vocab"] == made
+    output = script("04_train", *flags, 0.8, REDO="1")
+    assert json.loads((out / "contract.json").read_text())["draft_vocab"] != made
+
+
 def test_a_row_longer_than_a_pack_is_refused_before_training(prepared, tiny, tmp_path):
     output = script("04_train", "--tokens", prepared / "02_prepare", "--states", prepared / "03_extract", "--model", tiny,
                     "--out", tmp_path / "out", "--batch-tokens", 64, code=2)

@@ -89,6 +89,46 @@ def test_covered_is_the_share_of_counts_inside_the_draft_vocabulary():
     assert vocab.covered({1: 3, 2: 3, 4: 2}, t2d) == 0.75
 
 
+def test_counts_of_tokens_beyond_the_target_are_never_covered():
+    t2d = torch.ones(V, dtype=torch.bool)
+    assert vocab.covered({1: 1, V + 3: 1}, t2d) == 0.5
+    d2t, t2d = vocab.mapping({5: 1}, 2, V, always=[V, 7])
+    assert chosen(d2t) == [5, 7]
+
+
+def test_fewer_tokens_than_must_be_in_are_refused():
+    with pytest.raises(Refused, match="--draft-vocab 2.*3 of them always in"):
+        vocab.mapping(counts(), 2, V, always=[1, 2, 3])
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.995, 1.0])
+def test_the_size_for_a_coverage_is_the_smallest_that_has_it(share):
+    found, always = counts(), [317, 319]
+    size = vocab.size_for(found, share, always)
+    reached = vocab.covered(found, vocab.mapping(found, size, V, always)[1])
+    assert reached >= share - 1e-9
+    assert size == len(always) or vocab.covered(found, vocab.mapping(found, size - 1, V, always)[1]) < share
+
+
+def test_a_coverage_curve_by_another_ranking_counts_what_that_one_chose():
+    assert vocab.coverage({3: 1, 9: 3}, ranking=[7, 3, 9]) == [[1, 0.0], [2, 0.25], [3, 1.0]]
+    assert vocab.coverage({}, ranking=[7, 3]) == [[1, 0.0], [2, 0.0]]
+
+
+def test_padded_rows_of_the_head_are_taken_only_where_nothing_else_is_left():
+    """A head of 320 rows for 259 tokens: unused ids fill up from the low end."""
+    assert max(chosen(vocab.mapping(counts(10, top=259), 100, V)[0])) < 259
+    assert chosen(vocab.mapping(counts(10, top=259), V, V)[0]) == list(range(V))
+
+
+def test_what_a_vocabulary_allows_is_said_by_the_held_out_tokens_where_there_are_some():
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[[1, 2]] = True
+    said = vocab.ceiling({1: 9, 3: 1}, {1: 1, 3: 1}, t2d, steps=3)
+    assert "2 tokens covers 90.00% of the trained tokens, 50.00% of the held-out ones" in said and "1.88 of 4" in said
+    assert "held-out" not in vocab.ceiling({1: 9, 3: 1}, {}, t2d, 3) and "3.44 of 4" in vocab.ceiling({1: 9, 3: 1}, {}, t2d, 3)
+
+
 def test_counts_come_back_from_the_file_as_they_were_saved(tmp_path):
     found = counts()
     vocab.save_counts(found, tmp_path / "token_freq.pt")

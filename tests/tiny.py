@@ -63,7 +63,7 @@ def answer(out, count, longest=90):
     """Make `out`, 01_generate's directory, with `count` rows of random ids, and return them."""
     draw = random.Random(0)
     out.mkdir(parents=True)
-    rows = [{"id": f"r{i}", "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+    rows = [{"id": f"r{i}", "messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!"}],
              "finish_reason": "length", "prompt_ids": [draw.randrange(3, 250) for _ in range(10)],
              "answer_ids": [draw.randrange(3, 60) for _ in range(draw.randrange(20, longest))]} for i in range(count)]
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
