@@ -58,7 +58,7 @@ prepare: $(D)/02_prepare/done.json  ## 02  token ids, loss mask, token counts
 $(D)/02_prepare/done.json: $(D)/01_generate/done.json $(call changed,$(D)/02_prepare,$(PREPARE))
 	$(PYTHON) scripts/02_prepare.py --answers $(D)/01_generate --model $(MODEL) --out $(@D) $(PREPARE)
 
-EXTRACT_FLAGS := LAYER_IDS EXTRACT_DTYPE
+EXTRACT_FLAGS := LAYER_IDS EXTRACT_DTYPE DTYPE
 EXTRACT := $(call flags,$(EXTRACT_FLAGS))
 extract: $(D)/03_extract/done.json  ## 03  dump the target's hidden states
 $(D)/03_extract/done.json: $(D)/02_prepare/done.json $(call changed,$(D)/03_extract,$(EXTRACT))
@@ -77,7 +77,8 @@ $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EV
 	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
 
 MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
-  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW
+  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW \
+  SERVERS WORKER STAGING KEEP_FREE FSYNC VERIFY
 KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS EVAL_PROMPTS $(MACHINE) \
   $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
 # The settings on the command line; a word within a value, like the second of "--tp-size=4 --dp-size=2", is none.
@@ -107,6 +108,8 @@ plan:  ## the commands that GOAL (all) would run, and nothing else
 	@commands=$$($(MAKE) --no-print-directory -n $(or $(GOAL),all) | sed '/^make.*Nothing to be done/d'); printf '%s\n' "$${commands:-nothing to do}"
 show:  ## sample ROW of 02 decoded, trained tokens marked, here and as HTML
 	@$(PYTHON) scripts/show.py --tokens $(D)/02_prepare --model $(MODEL) --row $(or $(ROW),0)
+verify:  ## how many of how many hidden-state files are intact, by checksum
+	@$(PYTHON) scripts/verify.py --states $(D)/03_extract --tokens $(D)/02_prepare
 
 ##@ Set-up and tests
 DEVICE ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
@@ -144,4 +147,4 @@ help:  ## this text
 	@printf '%s\n' '01: $(strip $(GENERATE))' '02: $(strip $(PREPARE))' '03: $(strip $(EXTRACT))' '04: $(strip $(TRAIN))' '05: $(strip $(EVAL))'
 	@printf 'Change a setting on the command line: make train NAME=hot LR=3e-4\n'
 
-.PHONY: generate prepare extract train eval all demo launch tail stop status plan show setup patch test test-fast help FORCE
+.PHONY: generate prepare extract train eval all demo launch tail stop status plan show verify setup patch test test-fast help FORCE

@@ -4,36 +4,44 @@ Example
     python scripts/03_extract.py --tokens runs/try/02_prepare --model models/smollm2-135m --out runs/try/03_extract
 
 Reads   --tokens    02_prepare/dataset, contract.json
-        --model     the target, served here by a SGLang with `make patch` applied
-Writes  hs_{row}.safetensors   hidden_states bfloat16 [T, 4, H], token_ids int64 [T] (speculators' layout)
-        parity.json            how the states compare with the target's own answers and with transformers
-        contract.json          completed by layers, their meaning, precision, engine
+        --model     the target, served here by a SGLang with `make patch` applied, or by those that SERVERS names
+Writes  hs_{row}.safetensors    hidden_states [T, 4, H] bfloat16, or fp8 and a scale a token; token_ids int64 [T]
+                                (speculators' layout)
+        manifest-{i}.jsonl      row, size and checksum of each file, by worker i
+        broken/                 files that a resume found to be none of those, made again
+        parity.json             how the states compare with the target's own answers and with transformers
+        contract.json           completed by layers, their meaning, precision, engine
         done.json
 
-Before the first row the hand-over is checked in tiers: the most likely next token by final norm and head of the stored
-states against the server's own, at every position; where the target fits in memory, the states against transformers in
-float32 and in the same precision.  A file is checked (ids, shape, finite) before it gets its name; resuming looks at
-what is there.  CONCURRENCY (environment, default 16) requests are in flight.
+Before the first row and on a random sample at the end the hand-over is checked (parity.py).  A file is checked (ids,
+shape, finite, norms; of some rows the next token) before it gets its name; resuming compares every file's size with the
+manifest.  The environment says where and how safely: CONCURRENCY (default 64 on a GPU, 16 on a CPU), STAGING, KEEP_FREE,
+FSYNC, VERIFY, SERVERS, WORKER (env/local.env.example).
 """
 import json
+import os
 import shutil
+import sys
 import tempfile
 import time
-from importlib.metadata import version
+from contextlib import contextmanager
 from pathlib import Path
 
 import contract
+import parity
 import progress
 import stage
 import states
-from api import Api, Rejected, each, in_flight
-from sglang_server import PATCHES, serve
+from api import each, in_flight
+from capture import Client
+from sglang_server import PATCHES, Died, device, serve
 from stage import Refused
 
-AGREEMENT = 0.95   # of top-1 tokens; bf16 storage alone costs 0.25 % (2364 of 2370), a wrong convention leaves 6 %
-PARITY = 1.2       # median error against float32, at most this multiple of transformers' in the same precision
-EXACT = 1e-5       # median error allowed in float32, where transformers in the same precision has none
-SAMPLE = 4         # rows that are checked before the first one is kept
+KEEP_FREE = float(os.environ.get("KEEP_FREE", 1)) * 1e9  # bytes of the states' disk
+RESTARTS = 3   # deaths of the server in a row without a row between them
+SAMPLED = 64   # of so many rows one is checked against the server's next token
+SAME = ("dtype", "quantization", "kv_cache_dtype")                          # settings of the server that a resume must keep,
+TOLD = ("attention_backend", "tp_size", "dp_size", "chunked_prefill_size")  # and others that are only noted
 
 
 def arguments():
@@ -43,7 +51,8 @@ def arguments():
     p.add_argument("--out", type=Path, required=True, help="stage directory")
     p.add_argument("--layer-ids", type=lambda t: [int(i) for i in t.split(",")], default=None,
                    help="three layers whose entering states the draft reads (default 2,n/2,n-3)")
-    p.add_argument("--extract-dtype", default="bfloat16", help="the server's precision; files are bfloat16 (default bfloat16)")
+    p.add_argument("--extract-dtype", default="bfloat16", help="the server's precision (default bfloat16)")
+    p.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16", help="the files' precision: fp8 takes half (default bf16)")
     return p.parse_args()
 
 
@@ -56,156 +65,136 @@ def main():
 
     contract.check(args.tokens, target=stage.model_identity(args.model))
     config = contract.text_config(args.model)
-    layers = contract.layer_ids(args.model, args.layer_ids)
-    head = states.Head(args.model)
+    layers, head = contract.layer_ids(args.model, args.layer_ids), states.Head(args.model)
     data = load_from_disk(args.tokens / "dataset").with_format(None)
-    progress.plan(("checking what", len(data)), "starting SGLang", "checking parity", ("extracting", len(data)), "stopping SGLang", rows=len(data))
-    missing = look_at_what_is_there(data, out, config.hidden_size)
-    room(sum(data[row]["seq_len"] for row in missing) * 4 * config.hidden_size * 2, out)
-    for left in out.glob(".staging-*"):  # of a run that was killed
-        shutil.rmtree(left)
-    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=out))  # private (0700), and a rename away from its place
-    try:
-        if missing:
-            with serve(args.model, stage.part_log(out, "sglang"), args.extract_dtype, capture=hooks(staging, layers),
-                       cache_prefixes=False, max_requests=in_flight(16)) as url:
-                fetch = fetcher(Api(url), data, staging, config.hidden_size)
-                check_parity(fetch, data, args, layers, head, out)  # of every server, also of one that resumes
-                extract(fetch, missing, len(data), out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    contract.write(out, args.tokens, layer_ids=layers, layer_meaning=contract.STATE, last_state=contract.LAST,
-                   dtype=args.extract_dtype, engine=f"sglang {version('sglang')}",
-                   rope=getattr(config, "rope_parameters", None))
-    stage.finish(out, len(data), len(data), {}, bytes=sum(f.stat().st_size for f in out.glob("hs_*.safetensors")),
-                 parity=json.loads((out / "parity.json").read_text()))
+    worker, workers = stage.worker()
+    store = states.Store(out, config.hidden_size, args.dtype == "fp8", worker, os.environ.get("FSYNC", "row") == "row")
+    mine = range(worker - 1, len(data), workers)
+    missing = dict.fromkeys(store.missing(mine, data, os.environ.get("VERIFY") == "1"))
+    sizes = [store.bytes_of(n) for n in data["seq_len"][:]]
+    room(out, sum(sizes[row] for row in missing))
+    progress.plan("starting SGLang", "checking parity", ("extracting", len(mine)), "checking a random", "stopping SGLang", rows=len(data))
+    again, deaths, client = f"again-{worker}", 0, None
+    while missing or again not in reported(out):
+        before = len(missing)
+        try:
+            with servers(args, out, layers) as (urls, staging):
+                client = Client(urls, staging, store, window(staging, max(sizes)))
+                seen, found = parity.before(client, data, head)  # of every server, also of one that resumes
+                sign(out, args, config, layers, client.server_info())
+                if not reported(out):
+                    if states.reference_device(args.model, allowed=("cpu",)):  # the GPU is the server's
+                        seen["transformers"] = parity.against_transformers(found, data, args.model, args.extract_dtype, layers)
+                    reported(out, **seen)
+                extract(client, store, data, missing, len(mine), head)
+                reported(out, **{again: parity.after(client, data, mine, store)})
+        except Died as error:
+            deaths = 1 if len(missing) < before else deaths + 1
+            if client is None or deaths > RESTARTS:  # it never served, or serves no more
+                raise
+            progress.log(f"{error}; starting another in {5 * 2 ** deaths} s")
+            stage.pause(5 * 2 ** deaths)
+    store.manifest.close()
+    to_come = sum(what != "whole" for _, what in states.Store(out, worker=None).look(range(len(data)))) if workers > 1 else 0
+    if to_come:
+        progress.log(f"worker {worker} of {workers} is through; {to_come} rows of others are to come, the last one ends the stage")
+    else:
+        stage.finish(out, len(data), len(data), {}, bytes=sum(f.stat().st_size for f in out.glob("hs_*.safetensors")), parity=reported(out))
 
 
-def hooks(staging, layers):
-    import sys
+def reported(out, **more):
+    """parity.json, with what is to be added."""
+    path = out / "parity.json"
+    report = (json.loads(path.read_text()) if path.exists() else {}) | more
+    if more:
+        stage.write(path, json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def room(out, needed):
+    """Refuse before the first row what the disk can't hold."""
+    free = shutil.disk_usage(out).free
+    twice = [d.name for d in out.parent.glob(f"{out.name}.2*")]
+    twice = f"; REDO=1 needs the space twice: {', '.join(twice)} beside it hold earlier results" if twice else ""
+    progress.log(f"{needed / 1e9:.2f} GB of states to come, {free / 1e9:.0f} GB free{twice}")
+    if needed + KEEP_FREE > free:
+        raise Refused(f"{out} has {free / 1e9:.1f} GB free, the states need {needed / 1e9:.1f} GB and KEEP_FREE "
+                      f"{KEEP_FREE / 1e9:.1f} GB{twice}")
+
+
+def window(staging, largest):
+    """Bytes that may wait in staging: what half of it can take, at most 4 GiB."""
+    free = shutil.disk_usage(staging).free
+    if 2 * largest > free:
+        raise Refused(f"{staging} has {free / 1e6:.0f} MB free and the longest row takes {largest / 1e6:.0f} MB, of which two must "
+                      "fit: make it larger or set STAGING to another directory")
+    return min(4 << 30, free // 2)
+
+
+@contextmanager
+def servers(args, out, layers):
+    """Yield (URLs, staging): of SERVERS, or of one started here that writes into a private directory (0700)."""
+    if urls := os.environ.get("SERVERS"):
+        if not os.environ.get("STAGING"):
+            raise Refused("SERVERS needs STAGING: the directory that their --forward-hooks write into")
+        yield urls.split(","), Path(os.environ["STAGING"])
+        return
     sys.path.insert(0, str(PATCHES))
     from hidden_states_hook import forward_hooks
 
-    return forward_hooks(str(staging.resolve()), layers)
+    name = f".staging-{out.stat().st_dev}-{out.stat().st_ino}-{stage.worker()[0]}-"  # by which remains of a kill are known
+    where = Path(os.environ.get("STAGING") or out).resolve()
+    for left in where.glob(name + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=name, dir=where))
+    try:
+        with serve(args.model, stage.part_log(out, "sglang"), args.extract_dtype, capture=forward_hooks(str(staging), layers),
+                   cache_prefixes=False, max_requests=concurrency()) as url:
+            yield [url], staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def look_at_what_is_there(data, out, hidden_size):
-    """Rows that still have to be extracted; broken files are removed."""
-    progress.phase("checking what is there", len(data), "row")
-    missing = []
-    for row, ids in enumerate(data["input_ids"]):
-        stage.check_stop()
-        path = states.file_of(out, row)
-        if not path.exists():
-            missing.append(row)
-        elif not states.intact(path, ids, hidden_size):
-            progress.log(f"{path.name} is broken; it is made again")
-            path.unlink()
-            missing.append(row)
-        progress.advance()
-    return missing
+def concurrency():
+    return in_flight(128 if device() == "cuda" else 16)
 
 
-def room(needed, out):
-    free = shutil.disk_usage(out).free
-    progress.log(f"{needed / 1e9:.2f} GB of states to come, {free / 1e9:.0f} GB free")
-    if needed > free:
-        raise Refused(f"{out} has {free / 1e9:.1f} GB free, the states need {needed / 1e9:.1f} GB")
+def sign(out, args, config, layers, infos):
+    """Complete contract.json before the first row; refuse servers that are not alike, or not as those that began."""
+    engines = [{"engine": f"sglang {info['version']}", **{name: info.get(name) for name in SAME},
+                "layer_ids": next((h["config"]["layer_ids"] for h in info["forward_hooks"] or () if "layer_ids" in h["config"]), None)}
+               for info in infos]
+    if any(engine != engines[0] | {"layer_ids": layers} for engine in engines):
+        raise Refused(f"the servers are {engines}, wanted all alike and layer_ids {layers}")
+    if (out / "contract.json").exists():
+        contract.check(out, **engines[0])
+    contract.write(out, args.tokens, **engines[0], layer_meaning=contract.STATE, last_state=contract.LAST, states=args.dtype,
+                   rope=getattr(config, "rope_parameters", None), engine_settings={name: infos[0].get(name) for name in TOLD})
 
 
-def fetcher(api, data, staging, hidden_size, deadline=600.0):
-    """A function row -> (path of its checked file in staging, states, the server's reply)."""
+def extract(client, store, data, missing, total, head):
+    """Fetch, check and publish the missing rows; each leaves `missing` once its file has its name."""
+    import torch
 
-    def fetch(row, **more):
-        ids = list(data[row]["input_ids"])
-        rid = f"hs-{row}-{len(ids)}-{time.monotonic_ns() % 1000000}"
-        try:
-            reply = api.post("/generate", {"input_ids": ids, "rid": rid, **more,
-                                           "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
-        except Rejected as rejection:
-            raise Refused(f"row {row} of {len(ids)} tokens: the server answers {rejection}") from None
-        path, failed = staging / f"{rid}.safetensors", staging / f"{rid}.err"
-        until = time.monotonic() + deadline
-        while not path.exists():
-            if failed.exists():
-                raise Refused(f"row {row}: {failed.read_text().strip()}")
-            if time.monotonic() > until:
-                raise Refused(f"row {row}: the server answered but wrote no states within {deadline:.0f} s")
-            time.sleep(0.005)
-        if reply["meta_info"].get("cached_tokens"):
-            raise Refused(f"row {row}: the server took {reply['meta_info']['cached_tokens']} tokens from its prefix cache")
-        return path, states.check(path, ids, hidden_size)["hidden_states"], reply
-
-    return fetch
-
-
-def extract(fetch, missing, total, out):
-    progress.phase("extracting", total, "row", done=total - len(missing), flight=in_flight(16))
-    started, tokens = time.monotonic(), 0
+    torch.set_num_threads(1)  # the rows are many; a team of threads for each would fight for the cores
+    progress.phase("extracting", total, "row", done=total - len(missing), flight=concurrency())
+    started, tokens, written = time.monotonic(), 0, 0
 
     def keep(row):
-        path, hidden, _ = fetch(row)
-        states.publish(path, states.file_of(out, row))
-        return len(hidden)
+        free = shutil.disk_usage(store.out).free
+        if free < KEEP_FREE + client.used:
+            raise Refused(f"{store.out} has {free / 1e9:.2f} GB free and KEEP_FREE keeps {KEEP_FREE / 1e9:.2f} GB: make room, then "
+                          "the same command goes on")
+        with client.states(row, data[row]["input_ids"]) as (path, found, reply):
+            if row % SAMPLED == 0:
+                parity.next_token(path, found, reply, head)
+            store.publish(path, row)
+        return row, len(found["token_ids"]), free
 
-    for length in each(keep, missing, in_flight(16)):
-        tokens += length
-        progress.advance(tok_per_s=round(tokens / (time.monotonic() - started)))
-
-
-def check_parity(fetch, data, args, layers, head, out):
-    """Compare a few rows with the server's own top-1 tokens and with transformers; refuse on disagreement."""
-    import torch
-
-    progress.phase("checking parity")
-    rows = sorted(range(min(64, len(data))), key=lambda row: data[row]["seq_len"])[-SAMPLE:]
-    found, agree, positions = {}, 0, 0
-
-    def ask(row):
-        return row, *fetch(row, return_logprob=True, top_logprobs_num=1, logprob_start_len=0)
-
-    for row, path, hidden, reply in each(ask, rows, SAMPLE):  # at once, so that the server has a batch to take apart
-        path.unlink()
-        found[row] = hidden
-        own = [top[0][1] for top in reply["meta_info"]["input_top_logprobs"][1:]]  # at position t: its guess of token t
-        own.append(reply["meta_info"]["output_top_logprobs"][0][0][1])
-        agree += (head.logits(hidden[:, 3]).argmax(-1) == torch.tensor(own)).sum().item()
-        positions += len(own)
-    report = {"rows": len(rows), "positions": positions, "top1_agreement": round(agree / positions, 4), "transformers": "not run"}
-    progress.log(f"parity: top-1 by the stored states agrees with the server's at {agree} of {positions} positions")
-    if agree < AGREEMENT * positions:
-        raise Refused(f"the stored states give the server's own next token at {agree} of {positions} positions, wanted "
-                      f"{AGREEMENT:.0%}: norm convention or alignment is wrong for this target")
-    if (out / "parity.json").exists():
-        return
-    if states.reference_device(args.model, allowed=("cpu",)):  # the GPU is the server's
-        report["transformers"] = against_transformers(found, data, args, layers)
-    stage.write(out / "parity.json", json.dumps(report, indent=1) + "\n")
-
-
-def against_transformers(found, data, args, layers):
-    """Median and largest per-token error of each slot against float32, and transformers' own in the server's precision."""
-    import torch
-
-    dtype = getattr(torch, args.extract_dtype)
-    exact, same = states.reference(args.model, torch.float32), states.reference(args.model, dtype)
-    ours, theirs = [], []
-    for row, hidden in found.items():
-        ids = list(data[row]["input_ids"])
-        wanted = exact(ids, layers)
-        ours.append(states.token_errors(hidden, wanted))
-        theirs.append(states.token_errors(same(ids, layers).to(torch.bfloat16), wanted))  # stored alike
-    ours, theirs = torch.cat(ours), torch.cat(theirs)
-    names = [*(f"layer {i}" for i in layers), "last"]
-    report = {name: {"median": ours[:, k].median().item(), "max": ours[:, k].max().item(),
-                     "transformers_median": theirs[:, k].median().item()} for k, name in enumerate(names)}
-    for name, r in report.items():
-        progress.log(f"parity: {name}: median error against float32 {r['median']:.2g}, transformers in {args.extract_dtype} "
-                     f"{r['transformers_median']:.2g}")
-        if r["median"] > PARITY * r["transformers_median"] + EXACT:
-            raise Refused(f"{name}: median error {r['median']:.2g} against float32, more than {PARITY} times the "
-                          f"{r['transformers_median']:.2g} of transformers in {args.extract_dtype}")
-    return report
+    for row, length, free in each(keep, list(missing), concurrency()):
+        del missing[row]
+        tokens, written, seconds = tokens + length, written + store.bytes_of(length), time.monotonic() - started
+        progress.advance(tok_per_s=round(tokens / seconds), disk_full_in=progress.span((free - KEEP_FREE) * seconds / written))
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ class Rejected(Refused):
 
 
 class Api:
-    """POST JSON to one server.  Thread-safe.  `timeout`: seconds that one request may take."""
+    """POST JSON to one server.  Thread-safe.  `timeout`: seconds that one request may take; `tries`: of a request."""
 
-    def __init__(self, url, key=None, timeout=600.0):
-        self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
+    def __init__(self, url, key=None, timeout=600.0, tries=TRIES):
+        self.url, self.key, self.timeout, self.tries = url.rstrip("/"), key, timeout, tries
         self.local = threading.local()
 
     def post(self, path, body):
         """Return the reply's JSON.  Retries what may pass; Rejected for this request only; Refused for all of them."""
-        for attempt in range(TRIES):
+        for attempt in range(self.tries):
             stage.check_stop()
             wait_s = 2.0 ** attempt * random.uniform(0.5, 1.0)
             try:
@@ -53,11 +53,13 @@ class Api:
                 raise Refused(f"{strip_credentials(self.url)} answered {code}: {STOP[code]}")
             if code not in AGAIN:
                 raise Rejected(f"http {code}")
-            until = time.monotonic() + wait_s
-            while attempt + 1 < TRIES and time.monotonic() < until:
-                stage.check_stop()
-                time.sleep(0.1)
-        raise Refused(f"{strip_credentials(self.url)} failed {TRIES} times in a row for one request, last with {problem}")
+            if attempt + 1 < self.tries:
+                stage.pause(wait_s)
+        raise Refused(f"{strip_credentials(self.url)} failed {self.tries} times in a row for one request, last with {problem}")
+
+    def get(self, path):
+        """The JSON of a GET."""
+        return self._session().get(self.url + path, timeout=60).json()
 
     def has(self, path):
         """Whether a GET of `path` succeeds."""

@@ -124,7 +124,8 @@ class _State:
 def start(out):
     """Begin to report for the stage directory `out`; what earlier runs of the stage spent is counted in."""
     out = Path(out)
-    _State.path = out / (f".rank-{RANK}.json" if RANK else "progress.json")
+    worker = os.environ.get("WORKER", "1/1").partition("/")[0]  # of several processes on one directory
+    _State.path = out / (f".rank-{RANK}.json" if RANK else "progress.json" if worker == "1" else f"progress-{worker}.json")
     own = read(out)
     _State.before, _State.spent = own.get("seconds", 0.0), own.get("phases", {})
     _State.past = eta.earlier(out, NAME).get("phases", {})

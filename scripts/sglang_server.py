@@ -26,9 +26,14 @@ import requests
 
 import progress
 import stage
+from api import Api
 from stage import CHILD, ROOT, Refused
 
 PATCHES = ROOT / "patches"
+
+
+class Died(Refused):
+    """A server of ours is gone; another start may help."""
 
 
 def device():
@@ -71,14 +76,15 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
                                   start_new_session=True)  # Ctrl-C is ours to pass on, in order
     try:
         _await(server, url, log)
-        yield url
-    except (stage.Stopped, Died):
-        raise
-    except Exception as error:
-        time.sleep(0.5)  # a server that died took its connections along a moment before it could be waited for
-        if server.poll() is not None:
-            raise _died(server, log) from error
-        raise
+        try:
+            yield url
+        except stage.Stopped:
+            raise
+        except Exception as error:
+            time.sleep(0.5)  # a server that died took its connections along a moment before it could be waited for
+            if server.poll() is not None or not Api(url).has("/model_info"):
+                raise _died(server, log) from error
+            raise
     finally:
         progress.phase("stopping SGLang")
         _stop(server)
@@ -105,8 +111,8 @@ def _await(server, url, log):
 
 def _died(server, log):
     _show_end(log)
-    code = server.wait()
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    code = server.poll()
+    how = "answers no more" if code is None else signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return Died(f"the SGLang server died ({how}); its log is {log}")
 
 
@@ -133,9 +139,11 @@ def _stop(server):
 
 
 def _capture_flags(hooks):
-    """Eager prefill, since captured graphs skip the hooks (facts of 0.5.12: they also drop the request ids)."""
-    graphs = [] if device() == "cpu" else ["--cuda-graph-backend-prefill", "disabled", "--cuda-graph-backend-decode", "disabled"]
-    return ["--forward-hooks", json.dumps(hooks), *graphs]
+    """Eager prefill, since captured graphs skip the hooks (facts of 0.5.12: they also drop the request ids), and no
+    all-reduce that waits for the next norm: the states between the two would be partial sums."""
+    gpu = ["--cuda-graph-backend-prefill", "disabled", "--cuda-graph-backend-decode", "disabled",
+           "--enforce-disable-flashinfer-allreduce-fusion"]
+    return ["--forward-hooks", json.dumps(hooks), *(gpu if device() == "cuda" else [])]
 
 
 def _draft_flags(draft):

@@ -157,13 +157,15 @@ def begin(args):
     if found is not None and found != wanted:
         if os.environ.get("REDO") != "1":
             raise Refused(_difference(out, found, wanted))
+        if worker()[1] > 1:
+            raise Refused(f"REDO=1 moves {out} away from under the other workers: move it by hand once they have ended")
         stamp = time.strftime("%Y%m%d-%H%M%S")
         aside = next(p for n in count() if not (p := out.with_name(f"{out.name}.{stamp}{f'-{n}' * (n > 0)}")).exists())
         out.rename(aside)
         log(f"kept the previous result in {aside}")
         out.mkdir()
         _lock(out)
-    elif found is None and any(not p.name.startswith(".") for p in out.iterdir()):
+    elif found is None and any(not p.name.startswith(".") and p != record for p in out.iterdir()):
         raise Refused(f"{out} holds files but no record of the command that made them; move it away or name another --out")
     write(record, "\n".join([first, *wanted]) + "\n")
     if (out / "done.json").exists():
@@ -215,6 +217,14 @@ def finish(out, rows_in, rows_out, dropped, **summary):
     write(out / "done.json", json.dumps(record, indent=1) + "\n")
     drops = f", dropped {sum(dropped.values())} ({', '.join(f'{r} {n}' for r, n in dropped.items())})" if dropped else ""
     log(f"done: {rows_in} rows in, {rows_out} out{drops}; {progress.span(record['seconds'])}")
+
+
+def pause(seconds):
+    """Sleep, but not past TERM or INT."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        check_stop()
+        time.sleep(0.1)
 
 
 def done(directory):
@@ -272,9 +282,17 @@ def _first_failure(report, out):
     return 1, cause
 
 
+def worker():
+    """(i, n) from WORKER=i/n: this process is the i-th of n that share a stage directory.  (1, 1) without it."""
+    i, _, n = os.environ.get("WORKER", "1/1").partition("/")
+    if not (i.isdigit() and n.isdigit() and 1 <= int(i) <= int(n)):
+        raise Refused(f"WORKER={os.environ['WORKER']}: wanted i/n with i from 1 to n")
+    return int(i), int(n)
+
+
 def write(path, data):
     """Write a file (text or bytes) so that it is either absent or complete, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{worker()[0]}.tmp")
     with open(temporary, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
@@ -350,13 +368,16 @@ def typed(argv, values):
 
 
 def _lock(out):
-    """Hold OUT/.lock as long as this process lives, so that a second one on the same directory is refused."""
+    """Hold OUT/.lock as long as this process lives, so that a second one on the same directory is refused; one of
+    several workers shares it and holds one of its own."""
     global _held
-    _held = open(out / ".lock", "w")
-    try:
-        fcntl.flock(_held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Refused(f"another process is working in {out}") from None
+    i, n = worker()
+    _held = [open(out / name, "w") for name in (".lock", f".lock-{i}")[:1 + (n > 1)]]
+    for file, how in zip(_held, [fcntl.LOCK_EX] if n == 1 else [fcntl.LOCK_SH, fcntl.LOCK_EX]):
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another process is working in {out}") from None
 
 
 def _difference(out, found, wanted):

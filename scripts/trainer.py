@@ -131,13 +131,13 @@ class Data:
     """The samples, and the plan: which rows stand in which pack of which step, for all epochs."""
 
     def __init__(self, tokens, states, hidden_size, batch_tokens, epochs, seed, ranks):
-        from hs_connectors import FileTransfer
+        from hs_connectors import FP8Transfer
         from speculators.models.eagle3.data import shift_batch
         from speculators.train.data import ArrowDataset, CollateFn
 
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
         size = batch_tokens // ranks.size
-        self.samples = ArrowDataset(size, tokens / "dataset", FileTransfer(Path(states)), on_missing="raise",
+        self.samples = ArrowDataset(size, tokens / "dataset", FP8Transfer(Path(states)), on_missing="raise",
                                     hidden_states_dtype=dtype)
         table = self.samples.data.with_format(None)
         self.lengths = [n - 1 for n in table["seq_len"]]               # the shift by one drops each row's first token

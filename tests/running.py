@@ -1,5 +1,7 @@
 """Run the project's own commands as a user would, and kill them as a machine would."""
+import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -111,6 +113,8 @@ def gone(processes, within=60):
             return False
         time.sleep(0.1)
     return True
+
+
 def memory(pid):
     """Bytes that a process and those below it hold for themselves, what they share counted once; mapped files, which the
     kernel can drop, are not memory."""
@@ -122,3 +126,17 @@ def memory(pid):
         except OSError:  # it has ended
             pass
     return total
+
+
+def tokens(root, model, rows, seed=0):
+    """02_prepare's directory below `root`, for rows of ids (of a byte tokenizer); a number is a row of so many random ones."""
+    draw = random.Random(seed)
+    rows = [[draw.randrange(3, 250) for _ in range(row)] if isinstance(row, int) else row for row in rows]
+    answers = root / "01_generate"
+    answers.mkdir(parents=True)
+    answered = [{"id": f"r{i}", "messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!"}],
+                 "finish_reason": "length", "prompt_ids": ids[:4], "answer_ids": ids[4:]} for i, ids in enumerate(rows)]
+    (answers / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answered))
+    (answers / "done.json").write_text("{}")
+    script("02_prepare", "--answers", answers, "--model", model, "--out", root / "02_prepare", "--max-seq-len", max(map(len, rows)))
+    return root / "02_prepare"

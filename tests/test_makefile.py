@@ -91,6 +91,7 @@ def test_a_finished_tree_runs_nothing(finished):
     ("NAME=other", ["04", "05"]),
     ("EVAL_ROWS=7", ["05"]),
     ("EXTRACT_DTYPE=float16", ["03", "04", "05"]),
+    ("DTYPE=fp8", ["03", "04", "05"]),
     ("MAX_SEQ_LEN=77", ["02", "03", "04", "05"]),
     ("LONG_ROWS=split", ["02", "03", "04", "05"]),
     ("DRAFT_COVERAGE=0.995", ["04", "05"]),

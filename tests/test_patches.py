@@ -10,13 +10,16 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import deserialize, safe_open
+from safetensors.torch import save_file
 
 PATCHES = Path(__file__).resolve().parent.parent / "patches"
 sys.path.insert(0, str(PATCHES))  # as the launcher does for the server
@@ -160,11 +163,17 @@ def target(tmp_path):
     model = Target()
     model.out = tmp_path / "out"
     model.model.norm.register_forward_hook(hook.final_norm({"model": model}))
-    writer = hook.Writer(model.out, {"layer_ids": json.dumps(LAYERS)})
-    model.dump = hook.Dump(writer, len(LAYERS))
+    model.writer = hook.Writer(model.out, {"layer_ids": json.dumps(LAYERS)}, patience=0.3)
+    model.dump = hook.Dump(model.writer, len(LAYERS))
     model.logits_processor.register_forward_hook(model.dump)
     yield model
     hook._pre_norm.clear()
+
+
+def written(model):
+    """Wait until the writer's threads have done what they were given."""
+    for thread in model.writer.threads:
+        thread.submit(int).result(timeout=60)
 
 
 def random_states(num_rows, layers=len(LAYERS)):
@@ -184,6 +193,7 @@ def forward(model, requests, ids, states, form="list", extend=True):
 
 
 def read(model, rid):
+    written(model)
     with safe_open(model.out / f"{rid}.safetensors", "pt") as file:
         return file.get_tensor("token_ids"), file.get_tensor("hidden_states"), file.metadata()
 
@@ -196,6 +206,7 @@ def check(model, rid, ids, states):
 
 
 def files(model):
+    written(model)
     return sorted(path.name for path in model.out.iterdir())
 
 
@@ -212,7 +223,7 @@ def test_a_batch_is_cut_into_its_requests(target, form):
 def test_chunks_are_joined_in_order_and_the_file_comes_with_the_last(target):
     ids, states = random_states(10)
     for start, end in (0, 4), (4, 8), (8, 10):
-        assert files(target) == []
+        assert not any(name.endswith(".safetensors") for name in files(target))
         forward(target, [("hs-0-10-0", end - start, start)], ids[start:end], states[start:end])
     check(target, "hs-0-10-0", ids, states)
 
@@ -238,14 +249,90 @@ def test_a_later_change_of_the_servers_buffers_does_not_reach_the_file(target):
 def test_a_file_holds_its_request_and_not_the_batch(target):
     ids, states = random_states(5000)
     forward(target, [("stranger", 4990, 0), ("hs-0-10-0", 10, 0)], ids, states)
+    written(target)
     assert (target.out / "hs-0-10-0.safetensors").stat().st_size < 10 * 4 * H * 2 + 10 * 8 + 1000
 
 
-def test_a_kept_chunk_holds_no_batch_in_memory(target):
+def test_tokens_of_an_unfinished_prompt_are_on_disk_and_not_in_memory(target):
     ids, states = random_states(5000)
     forward(target, [("hs-0-20-0", 10, 0), ("stranger", 4990, 0)], ids, states)
-    for chunk in (*target.dump.partial["hs-0-20-0"][0], *target.dump.partial["hs-0-20-0"][1]):
-        assert chunk.untyped_storage().nbytes() == chunk.numel() * chunk.element_size()
+    assert len(files(target)) == 1 and files(target)[0].endswith(".tmp")
+    assert target.writer.free.qsize() == hook.SLOTS
+
+
+def test_a_prompt_longer_than_a_slot_of_the_ring_goes_through_it_in_pieces(target, monkeypatch):
+    monkeypatch.setattr(hook, "SLOT", 7 * (12 + 4 * H * 2))
+    ids, states = random_states(50)
+    forward(target, [("hs-0-50-0", 40, 0)], ids[:40], states[:40])
+    forward(target, [("hs-0-50-0", 10, 40)], ids[40:], states[40:])
+    check(target, "hs-0-50-0", ids, states)
+
+
+def test_a_file_is_that_of_safetensors_own_writer_to_the_reader(target, tmp_path):
+    ids, states = random_states(5)
+    forward(target, [("hs-0-5-0", 5, 0)], ids, states)
+    got_ids, got, metadata = read(target, "hs-0-5-0")
+    save_file({"token_ids": got_ids, "hidden_states": got}, tmp_path / "theirs", metadata)
+    assert len(deserialize((target.out / "hs-0-5-0.safetensors").read_bytes())) == 2
+    assert dict(deserialize((target.out / "hs-0-5-0.safetensors").read_bytes())) == dict(deserialize((tmp_path / "theirs").read_bytes()))
+
+
+@pytest.mark.parametrize("cuts", [(0, 9), (0, 4, 9)], ids=["whole", "in chunks"])
+def test_fp8_is_the_layout_and_the_arithmetic_of_hs_connectors(target, cuts):
+    from hs_connectors import FP8Transfer
+    from hs_connectors.fp8_utils import quantize_tensor_to_fp8
+
+    ids, states = random_states(9)
+    for a, b in zip(cuts, cuts[1:]):
+        forward(target, [("hs8-0-9-0", b - a, a)], ids[a:b], states[a:b])
+    written(target)
+    wanted, scales = quantize_tensor_to_fp8(states.bfloat16())
+    with safe_open(target.out / "hs8-0-9-0.safetensors", "pt") as file:
+        assert set(file.keys()) == {"token_ids", "hidden_states", "hidden_states_scales"}
+        assert file.get_tensor("hidden_states").dtype == torch.float8_e4m3fn
+        assert torch.equal(file.get_tensor("hidden_states").view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(file.get_tensor("hidden_states_scales"), scales)
+        assert torch.equal(file.get_tensor("token_ids"), ids)
+    (target.out / "hs8-0-9-0.safetensors").rename(target.out / "hs_0.safetensors")
+    read_back = FP8Transfer(target.out).get_cached(0)["hidden_states"]
+    assert read_back.dtype == torch.bfloat16 and 0 < ((read_back - states).norm() / states.norm()) < 0.04
+
+
+def held(model):
+    """Keep the writer's threads from writing, as a slow disk does; returns the event that lets them go."""
+    go = threading.Event()
+    for thread in model.writer.threads:
+        thread.submit(go.wait, 60)
+    return go
+
+
+def test_the_server_goes_on_while_the_disk_is_slow(target):
+    go = held(target)
+    ids, states = random_states(8)
+    forward(target, [("hs-0-4-0", 4, 0), ("hs-1-4-0", 4, 0)], ids, states)
+    assert list(target.out.iterdir()) == []  # and forward has returned
+    states_before, ids_before = states.clone(), ids.clone()
+    ids[:], states[:] = 0, 0  # the server fills its buffers again
+    go.set()
+    check(target, "hs-0-4-0", ids_before[:4], states_before[:4])
+    check(target, "hs-1-4-0", ids_before[4:], states_before[4:])
+
+
+def test_a_full_ring_makes_the_server_wait_a_bounded_time_and_costs_requests_not_memory(target):
+    go = held(target)
+    requests = [(f"hs-{i}-1-0", 1, 0) for i in range(hook.SLOTS + 8)]
+    started = time.monotonic()
+    forward(target, requests, *random_states(len(requests)))
+    assert 0.25 < time.monotonic() - started < 30  # patience once, not for each of the eight
+    assert target.writer.free.qsize() == 0
+    go.set()
+    names = files(target)
+    assert names.count("hs-0-1-0.safetensors") == 1 and len([n for n in names if n.endswith(".err")]) == 8
+    assert "took nothing for" in error(target, f"hs-{hook.SLOTS}-1-0")
+    assert target.writer.free.qsize() == hook.SLOTS  # and all can be used again
+    ids, states = random_states(3)
+    forward(target, [("hs-0-3-1", 3, 0)], ids, states)
+    check(target, "hs-0-3-1", ids, states)
 
 
 def test_decoding_requests_in_a_mixed_batch_take_their_row_and_are_skipped(target):
@@ -273,6 +360,7 @@ def test_only_whitelisted_request_ids_name_a_file(target, rid):
 # --- the hook: faults -------------------------------------------------------------------------------------------------
 
 def error(model, rid):
+    written(model)
     assert not (model.out / f"{rid}.safetensors").exists()
     sentence = (model.out / f"{rid}.err").read_text()
     assert sentence.count("\n") == 1
@@ -324,14 +412,15 @@ def test_a_norm_hook_that_never_fired_is_an_error(target):
     batch = SimpleNamespace(rids=["hs-1-2-0"], extend_seq_lens_cpu=[2], extend_prefix_lens_cpu=[0],
                             forward_mode=SimpleNamespace(is_extend=lambda: True))
     target.logits_processor(ids, None, None, batch, list(states[:, :-1].unbind(1)))
-    error(target, "hs-1-2-0")
+    assert "wanted 3 captured layers" in error(target, "hs-1-2-0")
 
 
 def test_remains_of_aborted_requests_do_not_pile_up(target):
     for i in range(3 * hook.MAX_PARTIAL):
         forward(target, [(f"hs-{i}-9-0", 2, 0)], *random_states(2))
     assert len(target.dump.partial) == hook.MAX_PARTIAL and f"hs-{i}-9-0" in target.dump.partial
-    assert files(target) == []
+    assert len(files(target)) == hook.MAX_PARTIAL  # temporary ones of those that may still go on
+    assert len(os.listdir(f"/proc/{os.getpid()}/fd")) < hook.MAX_PARTIAL + 60
 
 
 def test_a_full_disk_costs_the_request_and_not_the_server(target):
@@ -339,6 +428,7 @@ def test_a_full_disk_costs_the_request_and_not_the_server(target):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         forward(target, [("hs-0-200-0", 200, 0), ("hs-1-2-0", 2, 0)], *random_states(202))
+        written(target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "too large" in error(target, "hs-0-200-0")
@@ -348,13 +438,16 @@ def test_a_full_disk_costs_the_request_and_not_the_server(target):
 def test_an_error_that_cannot_be_written_is_logged(target, caplog):
     shutil.rmtree(target.out)
     forward(target, [("hs-0-2-0", 2, 0)], *random_states(2))
+    written(target)
     assert "hs-0-2-0.err can't be written" in caplog.text
 
 
 # --- the hook: start-up -----------------------------------------------------------------------------------------------
 
-def start(tmp_path, monkeypatch, model, layer_ids, rank=0):
-    """Both factories as SGLang calls them, with the rank of a tensor-parallel group of SGLang's."""
+def start(tmp_path, monkeypatch, model, layer_ids, rank=0, **settings):
+    """Both factories as SGLang calls them, with the rank of a tensor-parallel group of SGLang's, and its settings."""
+    settings = {"pp_size": 1, "speculative_algorithm": None, "disaggregation_mode": "null", "watchdog_timeout": 300, **settings}
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", SimpleNamespace(get_server_args=lambda: SimpleNamespace(**settings)))
     parallel = SimpleNamespace(get_attn_tensor_model_parallel_rank=lambda: rank)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", parallel)
     monkeypatch.setattr(metadata, "version", lambda name: "0.0")
@@ -387,10 +480,20 @@ def test_a_model_without_a_logits_processor_stops_the_server(tmp_path, monkeypat
         start(tmp_path, monkeypatch, model, LAYERS)
 
 
+@pytest.mark.parametrize("name, value", [("pp_size", 2), ("speculative_algorithm", "EAGLE3"), ("disaggregation_mode", "prefill")])
+def test_a_server_whose_states_would_be_others_stops_and_names_the_setting(tmp_path, monkeypatch, name, value):
+    with pytest.raises(RuntimeError, match=f"{name} = .*, this one has {value}"):
+        start(tmp_path, monkeypatch, Target(), LAYERS, **{name: value})
+
+
+def test_the_ring_waits_less_than_the_servers_watchdog(tmp_path, monkeypatch):
+    assert start(tmp_path, monkeypatch, Target(), LAYERS, watchdog_timeout=300)[1].writer.patience <= 100
+    assert start(tmp_path, monkeypatch, Target(), LAYERS, watchdog_timeout=30)[1].writer.patience <= 10
+
+
 @pytest.mark.parametrize("factory", [hook.final_norm, hook.dump])
 def test_an_unpatched_server_stops_with_the_way_out(factory, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state",
-                        SimpleNamespace(get_attn_tensor_model_parallel_rank=lambda: 0))
+    start(tmp_path, monkeypatch, Target(), LAYERS)
     with pytest.raises(RuntimeError, match="make patch"):
         factory({"out": str(tmp_path), "layer_ids": LAYERS})
 
@@ -432,6 +535,8 @@ def test_ranks_but_the_first_capture_and_write_nothing(tmp_path, monkeypatch):
 
 
 def test_the_launcher_needs_neither_torch_nor_sglang():
+    printed = subprocess.run([sys.executable, PATCHES / "hidden_states_hook.py", "out", "2", "5", "7"], capture_output=True, text=True)
+    assert json.loads(printed.stdout) == hook.forward_hooks("out", LAYERS)
     code = ("import sys, hidden_states_hook; hidden_states_hook.forward_hooks('out', [2, 5, 7]); "
             "assert not {'torch', 'sglang'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], cwd=PATCHES, check=True)

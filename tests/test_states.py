@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from hs_connectors.fp8_utils import quantize_tensor_to_fp8
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
@@ -123,14 +124,14 @@ def test_publishing_moves_the_file_itself_and_replaces_what_stood_there(tmp_path
     source, destination = written(tmp_path / "fresh"), tmp_path / "hs_0.safetensors"
     destination.write_bytes(b"torn")
     inode, data = source.stat().st_ino, source.read_bytes()
-    states.publish(source, destination)
+    states.Store(tmp_path, H).publish(source, 0)
     assert destination.stat().st_ino == inode and destination.read_bytes() == data and not source.exists()
 
 
 def test_whoever_reads_while_files_are_published_finds_whole_ones(tmp_path):
     original, destination = written(tmp_path / "original", list(range(4000))), tmp_path / "hs_0.safetensors"
     shutil.copy(original, destination)
-    whole, seen, over = original.read_bytes(), [], threading.Event()
+    whole, seen, over, store = original.read_bytes(), [], threading.Event(), states.Store(tmp_path, H)
 
     def reader():
         while not over.is_set():
@@ -140,10 +141,30 @@ def test_whoever_reads_while_files_are_published_finds_whole_ones(tmp_path):
     thread.start()
     for _ in range(20):
         shutil.copy(original, tmp_path / "fresh")
-        states.publish(tmp_path / "fresh", destination)
+        store.publish(tmp_path / "fresh", 0)
     over.set()
     thread.join()
     assert len(seen) > 5 and all(seen)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("token, slot, factor", [(3, 1, 0.0), (8, 3, 1e4), (0, 0, 1e-4)])
+def test_a_state_whose_norm_is_out_of_the_samples_range_is_refused(tmp_path, fp8, token, slot, factor):
+    data = torch.randn(len(IDS), 4, H).bfloat16()
+    limits = (torch.full((4,), 0.08), torch.full((4,), 800.0))
+
+    def saved(x):
+        tensors = {"token_ids": torch.tensor(IDS), "hidden_states": x}
+        if fp8:
+            tensors["hidden_states"], tensors["hidden_states_scales"] = quantize_tensor_to_fp8(x)
+        save_file(tensors, tmp_path / "hs_0.safetensors")
+        return tmp_path / "hs_0.safetensors"
+
+    norms = states.check(saved(data), IDS, H, fp8, limits)["norms"]
+    torch.testing.assert_close(norms, data.float().norm(dim=-1), rtol=0.03, atol=0)
+    data[token, slot] *= factor
+    with pytest.raises(Refused, match=f"hs_0.safetensors token {token}: state"):
+        states.check(saved(data), IDS, H, fp8, limits)
 
 
 # --- head and reference -----------------------------------------------------------------------------------------------

@@ -171,3 +171,23 @@ def test_a_draft_that_knows_the_whole_vocabulary_is_exported_with_maps(prepared,
            tmp_path / "out", "--draft-vocab", 5000, "--epochs", 1, "--batch-tokens", 512)
     weights = load_file(tmp_path / "out" / "sglang" / "model.safetensors")
     assert len(weights["d2t"]) == 320 and not weights["d2t"].any() and weights["t2d"].all()
+
+
+def test_states_in_fp8_are_read_at_their_true_size(prepared, tiny, tmp_path):
+    from hs_connectors.fp8_utils import quantize_tensor_to_fp8
+    from safetensors.torch import load_file, save_file
+
+    import states
+    import trainer
+
+    for path in (prepared / "03_extract").glob("hs_*"):
+        data = load_file(path)
+        small, scales = quantize_tensor_to_fp8(data["hidden_states"])
+        save_file({**data, "hidden_states": small, "hidden_states_scales": scales}, tmp_path / path.name)
+        assert states.intact(tmp_path / path.name, data["token_ids"].tolist(), 64)
+    read = [trainer.Data(prepared / "02_prepare", where, 64, 512, 1, 0, trainer.Ranks()).samples
+            for where in (prepared / "03_extract", tmp_path)]
+    for row in range(5):
+        exact, rounded = (samples[row] for samples in read)
+        for name in ("hidden_states", "verifier_last_hidden_states"):
+            assert 0 < (rounded[name] - exact[name]).norm() / exact[name].norm() < 0.05

@@ -10,11 +10,10 @@ TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content']
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
-def make(path, layers=8, hidden=64):
-    """Write the model to `path` and return it."""
-    import torch
+def tokenizer(path):
+    """Write a byte tokenizer of 259 ids to `path`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -24,10 +23,19 @@ def make(path, layers=8, hidden=64):
     bytes_.add_special_tokens(specials)
     PreTrainedTokenizerFast(tokenizer_object=bytes_, bos_token="<|endoftext|>", eos_token="<|im_end|>",
                             pad_token="<|endoftext|>", chat_template=TEMPLATE).save_pretrained(path)
+
+
+def make(path, layers=8, hidden=64, positions=2048, **settings):
+    """Write the model to `path` and return it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer(path)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=320, hidden_size=hidden, intermediate_size=128, num_hidden_layers=layers,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, bos_token_id=0,
-                         eos_token_id=2, pad_token_id=None, initializer_range=0.15, tie_word_embeddings=False)
+    config = LlamaConfig(**{"vocab_size": 320, "hidden_size": hidden, "intermediate_size": 128, "num_hidden_layers": layers,
+                            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": positions,
+                            "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": None, "initializer_range": 0.15,
+                            "tie_word_embeddings": False, **settings})
     model = LlamaForCausalLM(config)
     torch.nn.init.uniform_(model.model.norm.weight, 0.2, 3.0)
     model.to(torch.bfloat16).save_pretrained(path)
