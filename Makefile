@@ -64,11 +64,12 @@ extract: $(D)/03_extract/done.json  ## 03  dump the target's hidden states
 $(D)/03_extract/done.json: $(D)/02_prepare/done.json $(call changed,$(D)/03_extract,$(EXTRACT))
 	$(PYTHON) scripts/03_extract.py --tokens $(D)/02_prepare --model $(MODEL) --out $(@D) $(EXTRACT)
 
-TRAIN_FLAGS := DRAFT_VOCAB DRAFT_COVERAGE EPOCHS BATCH_TOKENS LR WARMUP_RATIO WEIGHT_DECAY TTT_STEPS SEED
+TRAIN_FLAGS := DRAFT_VOCAB DRAFT_COVERAGE TRAIN_ROWS EPOCHS BATCH_TOKENS PACK_TOKENS OPTIMIZER LR SCHEDULE WARMUP_RATIO WEIGHT_DECAY CLIP_NORM \
+  TTT_STEPS TTT_DECAY LOSS LM_HEAD OUT_OF_VOCAB NORMS DRAFT_LAYERS MAX_BROKEN SEED
 TRAIN := $(call flags,$(TRAIN_FLAGS))
 train: $(N)/04_train/done.json  ## 04  train the draft model, export it
-$(N)/04_train/done.json: $(D)/03_extract/done.json $(call changed,$(N)/04_train,$(TRAIN))
-	$(PYTHON) scripts/04_train.py --tokens $(D)/02_prepare --states $(D)/03_extract --model $(MODEL) --out $(@D) $(TRAIN)
+$(N)/04_train/done.json: $(D)/03_extract/done.json $(wildcard $(addsuffix /config.json,$(word 2,$(call flags,INIT)))) $(call changed,$(N)/04_train,$(TRAIN))
+	$(PYTHON) scripts/04_train.py --tokens $(D)/02_prepare --states $(D)/03_extract --model $(MODEL) --out $(@D) $(call flags,INIT) $(TRAIN)
 
 EVAL_FLAGS := EVAL_ROWS EVAL_TOKENS EVAL_CONCURRENCY EVAL_DTYPE
 EVAL := $(call flags,$(EVAL_FLAGS))
@@ -78,14 +79,13 @@ $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EV
 
 MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
   TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW \
-  SERVERS WORKER STAGING KEEP_FREE FSYNC VERIFY
-KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS EVAL_PROMPTS $(MACHINE) \
+  SERVERS WORKER STAGING KEEP_FREE FSYNC VERIFY SHARD NNODES NODE_RANK RDZV LOGGER
+KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS INIT EVAL_PROMPTS $(MACHINE) \
   $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
 # The settings on the command line; a word within a value, like the second of "--tp-size=4 --dp-size=2", is none.
 TYPED := $(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o))))
 TYPED := $(sort $(foreach v,$(TYPED),$(if $(filter command,$(origin $v)),$v)))
-UNKNOWN := $(filter-out $(KNOWN),$(TYPED) \
-  $(shell sed -nE 's/^([A-Z_]+)=.*/\1/p' env/$(TARGET).env))
+UNKNOWN := $(filter-out $(KNOWN),$(TYPED) $(shell sed -nE 's/^([A-Z_]+)=.*/\1/p' env/$(TARGET).env))
 $(if $(UNKNOWN),$(error no such setting: $(UNKNOWN).  There are $(KNOWN)))
 
 all: eval  ## everything, in order

@@ -65,7 +65,7 @@ def arguments():
 def main():
     args = arguments()
     out = stage.begin(args)
-    progress.plan("loading libraries", "tokenizing", "writing", "counting")
+    progress.plan("loading libraries", "tokenizing", "joining", "counting")
     progress.phase("loading libraries")
     from datasets import concatenate_datasets, load_from_disk
 

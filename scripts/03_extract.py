@@ -59,7 +59,8 @@ def arguments():
 def main():
     args = arguments()
     out = stage.begin(args)
-    progress.plan("loading libraries", "checking what", "starting SGLang", "checking parity", "extracting", "stopping SGLang")
+    progress.plan("loading libraries", "looking at", "starting SGLang", "checking parity", "extracting", "checking a random",
+                  "stopping SGLang")
     progress.phase("loading libraries")
     from datasets import load_from_disk
 

@@ -28,7 +28,7 @@ def export(draft, data, model, out):
     with stage.directory(out / "sglang") as folder:
         convert(out / "draft", folder)
     progress.phase("comparing the export with the trainer")
-    row = (data.rows["val"] or data.rows["train"])[0]
+    row = next(row for row in data.rows["val"] + data.rows["train"] if row not in data.broken)
     sample = data.samples[row]
     ids, aux = sample["input_ids"][:128], sample["hidden_states"][:128].float().cpu()
     error = compare(out, model, ids, aux)
@@ -46,10 +46,11 @@ def convert(source, destination):
     config = json.loads((source / "config.json").read_text())
     layer = config["transformer_layer_config"]
     weights = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(source / "model.safetensors").items()}
+    weights = {k.replace("input_layernorm", "hidden_norm") if k.startswith("layers.") else k: v for k, v in weights.items()}
     weights.pop("embed_tokens.weight")
     if config["draft_vocab_size"] == layer["vocab_size"]:  # speculators keeps no map then
         weights |= {"d2t": torch.zeros(layer["vocab_size"], dtype=torch.long), "t2d": torch.ones(layer["vocab_size"], dtype=torch.bool)}
-    expected = shapes(layer, config["draft_vocab_size"])
+    expected = shapes(layer, config["draft_vocab_size"], config["fc_norm"])
     found = {k: tuple(v.shape) for k, v in weights.items()}
     if found != expected:
         different = sorted(set(found.items()) ^ set(expected.items()))
@@ -57,8 +58,8 @@ def convert(source, destination):
     rope = layer.get("rope_parameters") or {}
     served = {k: v for k, v in layer.items() if k not in ("layer_types", "sliding_window", "use_sliding_window") and v is not None}
     served |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "tie_word_embeddings": False,
-               "torch_dtype": "bfloat16", "draft_vocab_size": config["draft_vocab_size"], "fc_norm": True, "norm_output": True,
-               "norm_before_fc": False, "num_aux_hidden_states": 3, "rope_theta": rope.get("rope_theta", 10000.0),
+               "torch_dtype": "bfloat16", "draft_vocab_size": config["draft_vocab_size"], "fc_norm": config["fc_norm"],
+               "norm_output": config["norm_output"], "norm_before_fc": False, "num_aux_hidden_states": 3, "rope_theta": rope.get("rope_theta", 10000.0),
                "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids":
                                 [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]}}
     if rope.get("rope_type", "default") != "default":  # servers that know transformers 4 only read this field
@@ -67,17 +68,20 @@ def convert(source, destination):
     stage.write(destination / "config.json", json.dumps(served, indent=1) + "\n")
 
 
-def shapes(layer, draft_vocab):
+def shapes(layer, draft_vocab, fc_norm):
     """Name -> shape of every weight that SGLang fills for this recipe, and the vocabulary maps."""
     h, i, d = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     q, kv = layer["num_attention_heads"] * d, layer["num_key_value_heads"] * d
-    m = "midlayer."
-    return {"fc.weight": (h, 3 * h), "norm.weight": (h,), "lm_head.weight": (draft_vocab, h),
-            "d2t": (draft_vocab,), "t2d": (layer["vocab_size"],), **{f"fc_norm.{k}.weight": (h,) for k in range(3)},
-            m + "input_layernorm.weight": (h,), m + "hidden_norm.weight": (h,), m + "post_attention_layernorm.weight": (h,),
-            m + "self_attn.q_proj.weight": (q, 2 * h), m + "self_attn.k_proj.weight": (kv, 2 * h),
-            m + "self_attn.v_proj.weight": (kv, 2 * h), m + "self_attn.o_proj.weight": (h, q),
-            m + "mlp.gate_proj.weight": (i, h), m + "mlp.up_proj.weight": (i, h), m + "mlp.down_proj.weight": (h, i)}
+    expected = {"fc.weight": (h, 3 * h), "norm.weight": (h,), "lm_head.weight": (draft_vocab, h),
+                "d2t": (draft_vocab,), "t2d": (layer["vocab_size"],), **{f"fc_norm.{k}.weight": (h,) for k in range(3 * fc_norm)},
+                "midlayer.input_layernorm.weight": (h,)}
+    for k in range(layer["num_hidden_layers"]):  # the first reads the embedding too
+        m, wide = (f"layers.{k}.", h) if k else ("midlayer.", 2 * h)
+        expected |= {m + "hidden_norm.weight": (h,), m + "post_attention_layernorm.weight": (h,),
+                     m + "self_attn.q_proj.weight": (q, wide), m + "self_attn.k_proj.weight": (kv, wide),
+                     m + "self_attn.v_proj.weight": (kv, wide), m + "self_attn.o_proj.weight": (h, q),
+                     m + "mlp.gate_proj.weight": (i, h), m + "mlp.up_proj.weight": (i, h), m + "mlp.down_proj.weight": (h, i)}
+    return expected
 
 
 class Served:
@@ -96,29 +100,40 @@ class Served:
 
     def extend(self, ids, aux):
         """Read a row: token ids [T] shifted by one against the states aux [T, A] -> (logits [T, K], states [T, H], cache)."""
-        chunks = [self._norm(c, f"fc_norm.{k}") for k, c in enumerate(aux.chunk(3, -1))]
-        return self._layer(ids, linear(torch.cat(chunks, -1), self.w["fc.weight"]), start=0, cache=None)
+        chunks = [self._norm(c, f"fc_norm.{k}") if self.config.fc_norm else c for k, c in enumerate(aux.chunk(3, -1))]
+        return self._layers(ids, linear(torch.cat(chunks, -1), self.w["fc.weight"]), start=0, cache=[None] * self.config.num_hidden_layers)
 
     def decode(self, token, state, position, cache):
         """One more proposal: the token [1] proposed last and the draft's own state [1, H]; cache up to `position`."""
-        return self._layer(token, state, position, cache)
+        return self._layers(token, state, position, cache)
 
-    def _layer(self, ids, states, start, cache):
-        m, c = "midlayer.", self.config
-        x = torch.cat([self._norm(self.embedding[ids], m + "input_layernorm"), self._norm(states, m + "hidden_norm")], -1)
+    def _layers(self, ids, states, start, cache):
+        kept = []
+        for k, past in enumerate(cache):
+            m = f"layers.{k}." if k else "midlayer."
+            x = self._norm(states, m + "hidden_norm")
+            if not k:
+                x = torch.cat([self._norm(self.embedding[ids], m + "input_layernorm"), x], -1)
+            attended, past = self._attend(x, m, start, past)
+            states = states + attended
+            x = self._norm(states, m + "post_attention_layernorm")
+            x = silu(linear(x, self.w[m + "mlp.gate_proj.weight"])) * linear(x, self.w[m + "mlp.up_proj.weight"])
+            states = states + linear(x, self.w[m + "mlp.down_proj.weight"])
+            kept.append(past)
+        normed = self._norm(states, "norm")
+        return linear(normed, self.w["lm_head.weight"]), normed if self.config.norm_output else states, kept
+
+    def _attend(self, x, m, start, cache):
+        c = self.config
         q, k, v = (linear(x, self.w[f"{m}self_attn.{n}_proj.weight"]).unflatten(-1, (-1, c.head_dim)).transpose(0, 1)
                    for n in "qkv")                                                   # [heads, T, head_dim]
-        cos, sin = self.rotary(x, torch.arange(start, start + len(ids))[None])
+        cos, sin = self.rotary(x, torch.arange(start, start + len(x))[None])
         q, k = (t * cos + torch.cat([-t[..., c.head_dim // 2:], t[..., :c.head_dim // 2]], -1) * sin for t in (q, k))
         if cache is not None:
             k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
-        mask = torch.ones(len(ids), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(ids))
+        mask = torch.ones(len(x), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(x))
         attended = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
-        states = states + linear(attended.transpose(0, 1).flatten(1), self.w[m + "self_attn.o_proj.weight"])
-        x = self._norm(states, m + "post_attention_layernorm")
-        x = silu(linear(x, self.w[m + "mlp.gate_proj.weight"])) * linear(x, self.w[m + "mlp.up_proj.weight"])
-        states = self._norm(states + linear(x, self.w[m + "mlp.down_proj.weight"]), "norm")   # norm_output: fed back normed
-        return linear(states, self.w["lm_head.weight"]), states, (k, v)
+        return linear(attended.transpose(0, 1).flatten(1), self.w[m + "self_attn.o_proj.weight"]), (k, v)
 
     def _norm(self, x, name):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps) * self.w[name + ".weight"]
@@ -138,7 +153,7 @@ def compare(out, model, ids, aux, steps=3):
     logits, states, cache = served.extend(ids[1:], aux[:-1])
     worst = (logits - seen[0]).abs().max()
     for j in range(0, n - steps, 8):
-        state, part = states[j:j + 1], tuple(t[:, :j + 1] for t in cache)
+        state, part = states[j:j + 1], [tuple(t[:, :j + 1] for t in layer) for layer in cache]
         for k in range(1, steps):
             logits, state, part = served.decode(ids[j + 1 + k:j + 2 + k], state, j + k, part)
             worst = torch.maximum(worst, (logits[0] - seen[k][j]).abs().max())

@@ -41,10 +41,6 @@ def device():
     return os.environ.get("DEVICE") or ("cuda" if shutil.which("nvidia-smi") and Path("/dev/nvidiactl").exists() else "cpu")
 
 
-class Died(Refused):
-    """The server has ended by itself; its last lines have been shown."""
-
-
 @contextmanager
 def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes=True, max_requests=64,
           wait_for="starting SGLang"):

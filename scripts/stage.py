@@ -79,7 +79,8 @@ def run(main):
         code, cause = 2, str(error)
         log(f"refused: {cause}", every_rank=True)
     except Stopped:
-        code, cause = 128 + _signal["number"], f"stopped by {signal.Signals(_signal['number']).name}"
+        number = _signal["number"] or signal.SIGTERM  # which another node's ranks had
+        code, cause = 128 + number, f"stopped by {signal.Signals(number).name}"
         log(f"{cause}; the same command goes on from here")
     except RanksEnded as error:
         code, cause = error.code, str(error)
@@ -136,12 +137,20 @@ def check_stop():
         raise Stopped
 
 
-def begin(args):
+def begin(args, several_nodes=False):
     """Claim args.out for this command and return it.  Exits 0 if it is finished, refuses if another command made it.
 
-    Every other Path in `args` is an input and must be there: a finished stage, a model directory, or a file.
+    Every other Path in `args` is an input and must be there: a finished stage, a model directory, or a file.  With
+    several_nodes, only the first of NNODES claims it.
     """
     out = args.out
+    if several_nodes and "RANK" not in os.environ and os.environ.get("NODE_RANK", "0") != "0":
+        log(f"waiting for the first node to claim {out}")  # which refuses a directory that holds files of others
+        while not (out / "args").exists():
+            check_stop()
+            time.sleep(0.2)
+        _own_the_log(part_log(out, f"node-{os.environ['NODE_RANK']}"))
+        return out
     if "RANK" in os.environ:  # the process that started the ranks has claimed it
         _own_the_log(part_log(out, f"rank-{progress.RANK}"))
         progress.start(out)
@@ -232,21 +241,27 @@ def done(directory):
     return json.loads((Path(directory) / "done.json").read_text())
 
 
-def torchrun():
-    """Return in a rank, or if NPROC is 1; else run NPROC ranks of this command through torchrun and raise RanksEnded.
+def torchrun(out):
+    """Return in a rank, or if there is one only; else run NPROC ranks of this command through torchrun and raise RanksEnded.
 
     This process stays: it holds the lock, passes a signal on to the ranks themselves (torchrun would kill them 30 s later,
-    and a checkpoint may take longer), and tells which rank failed first.
+    and a checkpoint may take longer), and tells which rank failed first.  Of NNODES machines, NODE_RANK 0 runs rank 0; the
+    others meet it at RDZV (host:port).
     """
-    ranks, out = os.environ.get("NPROC", "1"), progress.directory()
-    if "RANK" in os.environ or ranks == "1":
+    ranks, nodes, node = (os.environ.get(name, default) for name, default in (("NPROC", "1"), ("NNODES", "1"), ("NODE_RANK", "0")))
+    if "RANK" in os.environ or ranks == nodes == "1":
         return
+    if nodes != "1" and not os.environ.get("RDZV"):
+        raise Refused(f"NNODES={nodes} needs RDZV=host:port of the first node")
     progress.phase(f"starting {ranks} ranks")
-    for old in out.glob(".rank-*.json"):
-        old.unlink()
-    told, report = False, part_log(out, "torchrun")
+    if node == "0":
+        for old in out.glob(".rank-*.json"):
+            old.unlink()
+    where = ["--standalone"] if nodes == "1" else [f"--nnodes={nodes}", f"--node-rank={node}", "--rdzv-backend=static",
+                                                   f"--rdzv-endpoint={os.environ['RDZV']}"]
+    told, report = False, part_log(out, "torchrun" if node == "0" else f"torchrun-{node}")
     with open(report, "wb") as file:
-        agent = subprocess.Popen([*CHILD, sys.executable, "-m", "torch.distributed.run", "--standalone",
+        agent = subprocess.Popen([*CHILD, sys.executable, "-m", "torch.distributed.run", *where,
                                   f"--nproc-per-node={ranks}", "--no-python", *CHILD, sys.executable, *sys.argv],
                                  stdin=subprocess.DEVNULL, stdout=progress.output, stderr=file, start_new_session=True,
                                  env={**os.environ, **progress.leader()})
@@ -260,26 +275,28 @@ def torchrun():
                 rank.send_signal(_signal["number"])
     if agent.returncode == 0:
         raise RanksEnded(0, "")
-    raise RanksEnded(*_first_failure(report.read_text(errors="replace"), out))
+    code, state, cause = _first_failure(report, out)
+    if node == "0":
+        progress.amend(out, state=state, exit=code, cause=cause)
+    raise RanksEnded(code, cause)
 
 
-def _first_failure(report, out):
-    """(exit code of the stage, cause) from torchrun's report; a rank that could not speak for itself is spoken for."""
+def _first_failure(log_file, out):
+    """(exit code of the stage, state, cause) from torchrun's report; a rank that could not speak for itself is spoken for."""
+    report = log_file.read_text(errors="replace")
     found = [tuple(map(int, pair)) for pair in re.findall(r"rank +: (\d+).*?exitcode +: (-?\d+)", report, re.DOTALL)]
     if not found:
-        cause, end = "torchrun failed", part_log(out, "torchrun")
+        cause, end = "torchrun failed", log_file
     else:  # the root cause stands last; but a rank that was killed is one, if torchrun saw it at once with those that missed it
         rank, code = next((pair for pair in found if pair[1] < 0 and pair[1] != -signal.SIGTERM), found[-1])
         if code == 2 or code > 128:
-            progress.amend(out, state=STATES.get(code, "stopped"), exit=code)
-            return code, progress.read(out).get("cause", "")
+            return code, STATES.get(code, "stopped"), progress.read(out).get("cause", "")
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         cause, end = f"rank {rank} failed first ({how})", part_log(out, f"rank-{rank}")
     for line in progress.last_lines(end, 6):
         log(f"{end.stem}: {line}")
     log(f"failed: {cause}; {end}")
-    progress.amend(out, state="failed", exit=1, cause=cause)
-    return 1, cause
+    return 1, "failed", cause
 
 
 def worker():

@@ -2,14 +2,22 @@
 
 T tokens of a pack, H hidden size, K draft vocabulary, S TTT steps (training-time test: the draft is unrolled on its own
 states as a server does).  Source: EAGLE-3 (arXiv 2503.01840); speculators 0.9.0, models/eagle3/core.py.
+
+A step is a list of packs, planned for all epochs from lengths and seed alone and dealt to the ranks that there are.  Each
+rank sums its packs' gradients, weighted by their trained tokens; the ranks' sums are added and divided by the trained
+tokens of the step.  So the number of ranks changes a step by rounding only, and may change at a resume.
 """
 import ctypes
 import hashlib
 import json
+import logging
+import math
 import os
 import random
+import shutil
 import signal
 import time
+from collections import Counter
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -18,32 +26,81 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+import checkpoint
 import progress
 import stage
+import vocab
+import walk
 from jsonl import Appender, read
 from stage import Refused
 
-METRICS_EVERY = 10                                               # steps between lines of metrics.jsonl
-SAVE_EVERY = float(os.environ.get("SAVE_EVERY", 1200))           # seconds between checkpoints; epoch ends save too
+METRICS_EVERY = 10    # steps between lines of metrics.jsonl
+NOT_FINITE = 3        # steps in a row without a finite gradient that end a training
+LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-def build_draft(model, layer_ids, d2t, t2d, ttt_steps, seed=0, attention="sdpa"):
-    """A fresh draft for the target `model`, in the recipe that SGLang serves: one Llama layer with full attention, no
-    norm before the residual, EAGLE-3.1 norms (fc_norm, norm_output: +7.2 % acceptance length on Qwen3-8B, speculators
-    PR 610); embedding and head are the target's, frozen.
+def seconds(text):
+    """Seconds of "1200", "90s", "20m" or "2h"."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        return float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        raise Refused(f"SAVE_EVERY={text}: wanted seconds, or 20m, or 2h") from None
 
-    attention: simple_flex_attention compiles for a GPU and has no backward on a CPU; sdpa took 0.58 s a step there, eager
-    0.87."""
+
+def build_draft(model, layer_ids, d2t, t2d, ttt_steps, seed=0, attention="sdpa", norms="3.1", layers=1, lm_head="frozen"):
+    """A fresh draft for the target `model`, in a recipe that SGLang serves: Llama layers with full attention, no norm before
+    the residual; embedding the target's, frozen; head the target's rows.
+
+    norms: 3.1 for EAGLE-3.1's fc_norm and norm_output, 3 for neither.  attention: simple_flex_attention compiles for a GPU
+    and has no backward on a CPU; sdpa took 0.58 s a step there, eager 0.87."""
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train.cli import create_transformer_layer_config
 
     torch.manual_seed(seed)
-    layer = create_transformer_layer_config(str(model), num_layers=1, draft_arch="llama", hidden_act=None,
-                                            sliding_window=2048, full_attention_indices=[0])
-    return Eagle3DraftModel.from_training_args(
+    layer = create_transformer_layer_config(str(model), num_layers=layers, draft_arch="llama", hidden_act=None,
+                                            sliding_window=2048, full_attention_indices=list(range(layers)))
+    draft = Eagle3DraftModel.from_training_args(
         layer, t2d=t2d, d2t=d2t, draft_vocab_size=len(d2t), verifier_name_or_path=str(model), ttt_steps=ttt_steps,
-        target_layer_ids=list(layer_ids), norm_before_residual=False, norm_before_fc=False, fc_norm=True, norm_output=True,
-        draft_attn_impl=attention).float()
+        target_layer_ids=list(layer_ids), norm_before_residual=False, norm_before_fc=False, fc_norm=norms == "3.1",
+        norm_output=norms == "3.1", draft_attn_impl=attention).float()
+    draft.lm_head.weight.requires_grad_(lm_head == "trained")
+    return draft
+
+
+def trainable(draft):
+    """{name: parameter} of what is trained."""
+    return {name: p for name, p in draft.named_parameters() if p.requires_grad}
+
+
+def start_from(draft, directory, d2t):
+    """Give a fresh draft the weights of another one, in speculators' or SGLang's format, safetensors only; Refused unless it
+    reads the same layers in the same way.  A frozen head has the target's rows, so only a trained one needs the same d2t."""
+    from safetensors.torch import load_file
+
+    config, weights = json.loads((directory / "config.json").read_text()), {}
+    for path in sorted(directory.glob("*.safetensors")):
+        weights |= {name.replace("midlayer.", "layers.0."): value for name, value in load_file(path).items()}
+    served = "speculators_config" not in config  # SGLang's ids mean the output of a layer, speculators' what enters it
+    ids = ((config.get("eagle_config") or {}) if served else config).get("eagle_aux_hidden_state_layer_ids")
+    found = {"layer ids": [i + served for i in ids or []], "draft layers": (config if served else config["transformer_layer_config"])
+             ["num_hidden_layers"], **{n: bool(config.get(n)) for n in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")}}
+    own = draft.config
+    wanted = {"layer ids": own.eagle_aux_hidden_state_layer_ids, "draft layers": own.transformer_layer_config.num_hidden_layers,
+              "fc_norm": own.fc_norm, "norm_output": own.norm_output, "norm_before_fc": False, "norm_before_residual": False}
+    if draft.lm_head.weight.requires_grad:
+        found["vocabulary"], wanted["vocabulary"] = vocab.identity(weights.get("d2t", torch.zeros_like(d2t))), vocab.identity(d2t)
+    wrong = [f"{name} {found[name]}, here {value}" for name, value in wanted.items() if found[name] != value]
+    for name, parameter in trainable(draft).items():
+        theirs = name.replace("input_layernorm", "hidden_norm") if served and not name.startswith("layers.0.") else name
+        value = weights.get(theirs)
+        if value is None or value.shape != parameter.shape or not value.isfinite().all():
+            wrong.append(f"{theirs} {'is missing' if value is None else f'{list(value.shape)} or not finite'}, "
+                         f"here {list(parameter.shape)}")
+        elif not wrong:
+            parameter.data.copy_(value)
+    if wrong:
+        raise Refused(f"--init {directory} is not a draft of this making: {'; '.join(wrong[:6])}")
 
 
 def load_draft(directory, model):
@@ -72,10 +129,12 @@ def unroll(draft, ids, aux, steps):
 
 
 class Ranks:
-    """The processes that train together: torchrun's environment, or this one alone."""
+    """The processes that train together: torchrun's environment, or this one alone.  SHARD=1 (environment): the draft is
+    spread over them (FSDP2), for one that no GPU holds with its moments."""
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.sharded = self.size > 1 and os.environ.get("SHARD") == "1"
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
         if cuda:
@@ -96,6 +155,26 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def union(self, own):
+        """The dicts of all ranks as one."""
+        found = [own] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, own)
+        return {key: value for part in found for key, value in part.items()}
+
+    def place(self, draft):
+        """The draft on this rank's device, as rank 0 has it."""
+        draft = draft.to(self.device)
+        if self.size > 1:
+            for parameter in trainable(draft).values():
+                dist.broadcast(parameter.data, 0)
+        if self.sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            for part in (*draft.layers, draft):
+                fully_shard(part)
+        return draft
+
 
 def packs(lengths, size, seed=None):
     """Pack rows, given as {row: length}, into lists of at most `size` tokens; every row once, shuffled by `seed`.
@@ -110,8 +189,7 @@ def packs(lengths, size, seed=None):
     for row in rows:
         length = lengths[row]
         if length > size:
-            raise Refused(f"row {row} has {length} tokens, a pack of one rank takes {size}: raise --batch-tokens or lower "
-                          "--max-seq-len")
+            raise Refused(f"row {row} has {length} tokens, a pack takes {size}: raise --pack-tokens or lower --max-seq-len")
         fitting = [p for p in open_packs if p[0] + length <= size]
         if fitting:
             best = max(fitting, key=lambda p: p[0])
@@ -127,62 +205,127 @@ def packs(lengths, size, seed=None):
     return closed + [p[1] for p in open_packs]
 
 
-class Data:
-    """The samples, and the plan: which rows stand in which pack of which step, for all epochs."""
+class Samples(torch.utils.data.Dataset):
+    """speculators' data set, each sample checked when it is read: item `row` is (row, sample) or (row, what is wrong).
 
-    def __init__(self, tokens, states, hidden_size, batch_tokens, epochs, seed, ranks):
+    inside: the tokens in the draft's vocabulary, bool [V], if positions whose next token is not are to be left out."""
+
+    def __init__(self, samples, hidden_size, inside=None):
+        self.samples, self.hidden_size, self.inside = samples, hidden_size, inside
+
+    def __getitem__(self, row):
+        from safetensors import SafetensorError
+
+        try:
+            sample = self.samples[row]
+        except (OSError, RuntimeError, KeyError, SafetensorError) as error:
+            return row, f"can't be read: {error}"
+        if not isinstance(sample, dict):
+            return row, "holds states of other token ids"
+        ids, (aux, last) = sample["input_ids"], (sample[k] for k in ("hidden_states", "verifier_last_hidden_states"))
+        if aux.shape != (len(ids), 3 * self.hidden_size) or last.shape != (len(ids), self.hidden_size):
+            return row, f"holds states {list(aux.shape)} for {len(ids)} tokens"
+        if not (aux.sum(dtype=torch.float32) + last.sum(dtype=torch.float32)).isfinite():  # one pass, no copy
+            return row, "holds values that are not finite"
+        if self.inside is not None:
+            sample["loss_mask"] = sample["loss_mask"].clone()
+            sample["loss_mask"][:-1] *= self.inside[ids[1:]]
+        return row, sample
+
+
+class Data:
+    """The samples, and the plan: which rows stand in which pack of which step, for all epochs.
+
+    batch_tokens: of a step, over all ranks; pack_tokens: of what one rank runs at a time; train_rows: how many of the
+    training rows, drawn by the seed, so that a larger number holds the smaller; inside: see Samples."""
+
+    def __init__(self, tokens, states, hidden_size, batch_tokens, epochs, seed, ranks, pack_tokens=None, train_rows=None, inside=None):
         from hs_connectors import FP8Transfer
         from speculators.models.eagle3.data import shift_batch
         from speculators.train.data import ArrowDataset, CollateFn
 
+        size = pack_tokens or min(8192, batch_tokens)
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-        size = batch_tokens // ranks.size
         self.samples = ArrowDataset(size, tokens / "dataset", FP8Transfer(Path(states)), on_missing="raise",
                                     hidden_states_dtype=dtype)
-        table = self.samples.data.with_format(None)
-        self.lengths = [n - 1 for n in table["seq_len"]]               # the shift by one drops each row's first token
-        self.trained = [sum(mask[1:]) for mask in table["loss_mask"]]
-        self.rows = {split: [i for i, s in enumerate(table["split"]) if s == split] for split in ("train", "val")}
+        self.table = self.samples.data.with_format(None)
+        self.lengths = [n - 1 for n in self.table["seq_len"]]          # the shift by one drops each row's first token
+        self.rows = {split: [i for i, s in enumerate(self.table["split"]) if s == split] for split in ("train", "val")}
+        random.Random(seed).shuffle(self.rows["train"])
+        self.rows["train"] = sorted(self.rows["train"][:train_rows])
         if not self.rows["train"]:
             raise Refused(f"{tokens} holds no row of the training split")
-        self.ranks, self.steps = ranks, []                             # steps: (epoch, one pack a rank)
-        self.begun = False
+        per_step = batch_tokens // size
+        if per_step < ranks.size:
+            raise Refused(f"--batch-tokens {batch_tokens} are {per_step} packs of {size} tokens a step, too few for {ranks.size} ranks: "
+                          "raise it, or lower --pack-tokens")
+        self.ranks, self.begun, self.broken = ranks, False, {}         # broken: {row: what is wrong}
+        self.steps = []                                                # (epoch, packs)
         for epoch in range(epochs):
-            self.steps += [(epoch, group) for group in self._groups("train", size, f"{seed}-{epoch}")]
-        self.validation = self._groups("val", size)
+            planned = packs({row: self.lengths[row] for row in self.rows["train"]}, size, f"{seed}-{epoch}")
+            self.steps += [(epoch, planned[i:i + per_step]) for i in range(0, len(planned), per_step)]
+        self.validation = packs({row: self.lengths[row] for row in self.rows["val"]}, size)
         self.plan = hashlib.sha256(json.dumps(self.steps).encode()).hexdigest()[:16]
-        self.collate = CollateFn(size, hidden_size, dtype=dtype, preprocess=shift_batch)
+        self.checked = Samples(self.samples, hidden_size, inside)
+        self.filled = CollateFn(size, hidden_size, dtype=dtype, preprocess=shift_batch)
+        self.workers = workers(size * 4 * hidden_size * dtype.itemsize, ranks.device)
 
-    def _groups(self, split, size, seed=None):
-        """Packs in groups of one a rank; the last group may hold empty ones, which weigh nothing."""
+    def count(self, step):
+        return sum(self.lengths[row] for pack in step for row in pack)
+
+    def collate(self, items):
+        """A pack's batch, without the rows that can't be used; empty packs are all padding, and weigh nothing."""
+        good = [(row, sample) for row, sample in items if isinstance(sample, dict)]
+        return {**self.filled([sample for _, sample in good]), "rows": [row for row, _ in good],
+                "broken": {row: wrong for row, wrong in items if isinstance(wrong, str)}}
+
+    def batches(self, steps):
+        """Yield (rows, batch, whether it ends the step) of this rank's packs; each rank has as many in a step."""
         n = self.ranks.size
-        all_packs = packs({row: self.lengths[row] for row in self.rows[split]}, size, seed)
-        return [(all_packs[i:i + n] + [[]] * n)[:n] for i in range(0, len(all_packs), n)]
-
-    def ids(self):
-        """The token ids of every row, in order."""
-        return (row["input_ids"] for row in self.samples.data.with_format(None))
-
-    def count(self, per_row, group):
-        return sum(per_row[row] for pack in group for row in pack)
-
-    def batches(self, groups):
-        """Yield (this rank's batch, its share of the group's trained tokens) of each group."""
-        workers = int(os.environ.get("WORKERS", 4 if self.ranks.device.type == "cuda" else 0))
-        mine = [group[self.ranks.rank] for group in groups]
-        loader = torch.utils.data.DataLoader(self.samples, batch_sampler=mine, collate_fn=self.collate, num_workers=workers,
-                                             multiprocessing_context="fork" if workers else None,  # spawned ones import
-                                             worker_init_fn=_bound_to_the_parent,                  # torch: 10 to 20 s
+        mine = [(step + [[]] * (-len(step) % n))[self.ranks.rank::n] for step in steps]
+        ends = (i == len(step) for step in mine for i in range(1, 1 + len(step)))
+        loader = torch.utils.data.DataLoader(self.checked, batch_sampler=[pack for step in mine for pack in step],
+                                             collate_fn=self.collate, num_workers=self.workers,
+                                             multiprocessing_context="fork" if self.workers else None,  # spawned ones import
+                                             worker_init_fn=_bound_to_the_parent,                       # torch: 10 to 20 s
                                              pin_memory=self.ranks.device.type == "cuda")
-        batches = iter(zip(groups, mine, loader))
+        batches = zip(ends, loader)
         with nullcontext() if self.begun else progress.aside("loading the first batch"):  # workers start, files are read
             self.begun = True
             first = list(islice(batches, 1))
-        for group, pack, batch in chain(first, batches):
-            if batch["error_records"]:
-                raise Refused(f"of the rows {pack} at least one has states of other token ids: extract again")
-            share = self.count(self.trained, [pack]) / max(1, self.count(self.trained, group))
-            yield {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}, share
+        for end, batch in chain(first, batches):
+            self.exclude(batch["broken"])
+            yield batch["rows"], {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}, end
+
+    def exclude(self, broken):
+        for row in broken.keys() - self.broken.keys():
+            self.broken[row] = broken[row]
+            if len(self.broken) <= 20:                                 # quarantine.jsonl names them all
+                progress.log(f"row {row} ({self.table[row]['id']}) is left out: hs_{row}.safetensors {broken[row]}", every_rank=True)
+
+    def quarantine(self, out, most):
+        """Write what all ranks found broken to quarantine.jsonl; Refused if it is more than a share of `most`."""
+        self.broken = dict(sorted(self.ranks.union(self.broken).items()))
+        if self.ranks.rank == 0 and (self.broken or (out / "quarantine.jsonl").exists()):
+            stage.write(out / "quarantine.jsonl", "".join(json.dumps({"row": row, "id": self.table[row]["id"], "reason": wrong}) + "\n"
+                                                          for row, wrong in self.broken.items()))
+        if len(self.broken) > most * len(self.lengths):
+            raise Refused(f"{len(self.broken)} of {len(self.lengths)} rows have broken states, more than --max-broken {most}: " +
+                          "; ".join(f"hs_{row}.safetensors {wrong}" for row, wrong in islice(self.broken.items(), 3)) +
+                          "; delete them and run 03 again with REDO=1")
+
+
+def workers(batch_bytes, device):
+    """Loader processes of a rank: WORKERS (environment; 4 with a GPU, else none), or as many as /dev/shm holds batches of.
+
+    Each prefetches two, for the training and for the validation; a full /dev/shm ends in a bus error without a word."""
+    wanted = int(os.environ.get("WORKERS", 4 if device.type == "cuda" else 0))
+    free = shutil.disk_usage("/dev/shm").free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    held = min(wanted, free // (5 * batch_bytes))
+    if held < wanted:
+        progress.log(f"/dev/shm has room for {held} of {wanted} loader workers a rank: batches of {progress.size(batch_bytes)}, "
+                     f"{progress.size(free)} free")
+    return held
 
 
 def _bound_to_the_parent(worker):
@@ -193,63 +336,134 @@ def _bound_to_the_parent(worker):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+class Clock:
+    """Shares of the time in the parts of a step.  On a GPU by events in its stream, read only when asked for."""
+
+    def __init__(self, device):
+        self.cuda, self.marks = device.type == "cuda", []
+
+    def mark(self, part=None):
+        """What was done since the mark before was `part`; None: it does not count."""
+        if self.cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self.marks.append((part, now))
+
+    def shares(self):
+        """{part: share} since they were asked for last; synchronises with the GPU."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        spent, marks = Counter(), self.marks
+        for (_, before), (part, now) in zip(marks, marks[1:]):
+            if part:
+                spent[part] += before.elapsed_time(now) if self.cuda else now - before
+        self.marks = marks[-1:]
+        return {part: round(value / max(1e-9, spent.total()), 3) for part, value in spent.items()}
+
+
 class Trainer:
-    """draft: speculators' model; data: Data; args: epochs, lr, weight_decay, warmup_ratio, ttt_steps, seed; out: stage
-    directory, which gets metrics.jsonl, validation.jsonl and checkpoints/."""
+    """draft: speculators' model; data: Data; args: 04_train's flags; out: stage directory, which gets metrics.jsonl,
+    validation.jsonl, quarantine.jsonl and checkpoints/."""
 
     def __init__(self, draft, data, args, out, ranks):
         from speculators.losses import resolve_loss_config
         from speculators.train.optimizers import build_optimizers
-        from transformers import get_linear_schedule_with_warmup
+        from transformers import get_scheduler
 
-        self.draft, self.data, self.args, self.out, self.ranks = draft.to(ranks.device), data, args, out, ranks
-        self.model = torch.nn.parallel.DistributedDataParallel(self.draft) if ranks.size > 1 else self.draft
-        self.trainable = {name: p for name, p in self.draft.named_parameters() if p.requires_grad}
-        self.total = len(data.steps)
+        self.draft, self.data, self.args, self.out, self.ranks = ranks.place(draft), data, args, out, ranks
+        self.trainable, self.total = trainable(self.draft), len(data.steps)
         self.warmup = int(self.total * args.warmup_ratio)
-        self.optimizer, = build_optimizers(self.draft, SimpleNamespace(optimizer="adamw", lr=args.lr,
-                                                                       weight_decay=args.weight_decay))
-        self.scheduler = get_linear_schedule_with_warmup(self.optimizer, self.warmup, self.total)
-        self.loss = resolve_loss_config("kl_div", "eager")  # "fused" (Triton) fails inside torch.compile of torch 2.11
-        self.step, self.saved, self.compiled = 0, time.monotonic(), set()
-        self.sums, self.reported, self.begun = self.no_sums(), 0, (0, time.monotonic())
+        self.optimizers = build_optimizers(self.draft, SimpleNamespace(
+            optimizer=args.optimizer, lr=0.0, weight_decay=args.weight_decay, muon_lr=0.0, muon_momentum=0.95,
+            muon_weight_decay=args.weight_decay, muon_ns_steps=5, muon_adjust_lr_fn="match_rms_adamw"))
+        for parameter in self.trainable.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for optimizer in self.optimizers:
+            optimizer.step()                                          # of nothing: makes the moments, which a checkpoint fills
+            optimizer.zero_grad(set_to_none=True)
+            for tensor in chain.from_iterable(state.values() for state in optimizer.state.values()):
+                tensor.zero_()
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr
+        self.schedulers = [get_scheduler({"constant": "constant_with_warmup"}.get(args.schedule, args.schedule), optimizer,
+                                         self.warmup, self.total) for optimizer in self.optimizers]
+        self.loss = resolve_loss_config(args.loss, "eager")  # "fused" (Triton) fails inside torch.compile of torch 2.11
+        self.save_every = seconds(os.environ.get("SAVE_EVERY") or "20m")
+        self.step, self.saved, self.compiled, self.clock = 0, time.monotonic(), set(), Clock(ranks.device)
+        self.skipped, self.in_a_row = 0, []                           # steps without a finite gradient; the last ones
+        self.best = {"step": -1, "acceptance": 0.0}
+        self.sums, self.begun = self.no_sums(), (0, time.monotonic())  # since the last line of metrics
+        self.logger = self.metric_logger(os.environ.get("LOGGER", ""))
 
     def no_sums(self):
-        """Sums since the last line of metrics: loss, then correct and counted positions of each TTT step."""
-        return torch.zeros(1 + 2 * self.args.ttt_steps, dtype=torch.float64, device=self.ranks.device)
+        """Loss times trained tokens, trained tokens; correct and counted positions of each TTT step."""
+        return torch.zeros(2 + 2 * self.args.ttt_steps, dtype=torch.float64, device=self.ranks.device)
+
+    def metric_logger(self, names):
+        """speculators' own loggers, if LOGGER (environment) names some: they get every line of metrics and validation."""
+        if not names or self.ranks.rank:
+            return None
+        from speculators.train.logger import setup_metric_logger
+
+        if set(names.split(",")) - set(LOGGERS):
+            raise Refused(f"LOGGER={names}: there are {', '.join(LOGGERS)}")
+        setup_metric_logger(names, self.out.parent.name, str(self.out))
+        logger = logging.getLogger("speculators.metrics")
+        try:
+            logger.info({k: str(v) for k, v in vars(self.args).items()}, extra={"hparams": True})
+        except RuntimeError as error:  # not installed
+            raise Refused(f"LOGGER={names}: {' '.join(str(error).split())}") from None
+        return logger
 
     def run(self):
         """Train from the newest checkpoint to the end; a checkpoint is written when asked to stop, then Stopped raised."""
+        try:
+            self.train()
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            raise Refused(f"out of memory at step {self.step}: lower --pack-tokens, --ttt-steps or --draft-vocab (REDO=1, or another "
+                          "NAME), or set SHARD=1 with more GPUs; the checkpoints stay") from error
+
+    def train(self):
         resumed = self.resume()
         progress.log(f"resuming at step {self.step}" if resumed else "starting from scratch")
+        if not resumed:
+            self.save()  # a disk that can't take a checkpoint is found out now, not after hours
         ends = {i + 1 for i, (epoch, _) in enumerate(self.data.steps) if i + 1 == self.total or self.data.steps[i + 1][0] != epoch}
-        groups = [group for _, group in self.data.steps[self.step:]]
-        self.begun = (self.step, time.monotonic())
         to_come = sum(end > self.step for end in ends)
         progress.phase("training", self.total, "step", done=self.step, asides={
             "validating": to_come if self.data.validation else 0, "writing checkpoint": to_come})
-        for batch, share in self.data.batches(groups):
+        self.begun, sums = (self.step, time.monotonic()), self.no_sums()
+        self.clock.mark()
+        for _, batch, complete in self.data.batches([step for _, step in self.data.steps[self.step:]]):
+            self.clock.mark("data")
+            if self.ranks.sharded:
+                self.draft.set_requires_gradient_sync(complete)
             with self.compiling("training"):
-                loss = self.forward(self.model, batch, share, self.sums)
+                _, loss = self.forward(batch, sums)
+                self.clock.mark("forward")
                 loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), 1.0)
-            self.sums[0] += norm.detach() * 0  # nothing, unless a gradient is not finite
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.step += 1
+            self.clock.mark("backward")
+            if not complete:
+                continue
+            self.update(self.ranks.total(sums))
+            sums = self.no_sums()
             progress.advance()
             if self.step % METRICS_EVERY == 0 or self.step in ends:
                 self.report()
-            if self.step in ends:
+            end = self.step in ends
+            if not (end or self.ranks.size == 1 or self.step % METRICS_EVERY == 0):
+                continue                                               # ranks ask each other, which costs a synchronisation
+            stopping = self.ranks.agree(stage.stop_requested())
+            if end:
                 self.validate()
+            if end or stopping or self.ranks.agree(time.monotonic() - self.saved > self.save_every):
                 self.save()
-            elif self.ranks.size == 1 or self.step % METRICS_EVERY == 0:  # ranks ask each other, which costs a synchronisation
-                stopping = self.ranks.agree(stage.stop_requested())
-                if stopping or self.ranks.agree(time.monotonic() - self.saved > SAVE_EVERY):
-                    self.save()
-                if stopping:
-                    raise stage.Stopped
+            if stopping:
+                raise stage.Stopped
 
     def compiling(self, what):
         """On a GPU speculators compiles its forward when it first runs, for training and for validation: a minute each."""
@@ -258,108 +472,168 @@ class Trainer:
         self.compiled.add(what)
         return progress.aside(f"compiling for {what}")
 
-    def forward(self, model, batch, share, sums):
-        """Loss of this rank's pack, weighted so that the mean over ranks is the mean over the step's trained tokens."""
+    def forward(self, batch, sums):
+        """(proposals of each TTT step [1, T], loss times trained tokens) of a pack; what it counts is added to `sums`."""
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.ranks.device.type == "cuda"):
-            _, loss, metrics = model(**batch, ttt_steps=self.args.ttt_steps, loss_config=self.loss)
-        sums[0] += loss.detach() * share
-        for k in range(self.args.ttt_steps):
-            sums[1 + 2 * k] += metrics[f"full_acc_{k}_sum"]
-            sums[2 + 2 * k] += metrics[f"full_acc_{k}_total"]
-        return loss * share * self.ranks.size
+            proposals, loss, metrics = self.draft(**batch, ttt_steps=self.args.ttt_steps, loss_config=self.loss,
+                                                  ttt_step_loss_decay=self.args.ttt_decay)
+        trained = batch["loss_mask"].sum()
+        loss = loss * trained
+        counts = [metrics[f"full_acc_{k}_{what}"] for k in range(self.args.ttt_steps) for what in ("sum", "total")]
+        sums += torch.stack([loss.detach(), trained, *counts]).double()
+        return proposals, loss
 
-    def read(self, sums, steps):
-        """(mean loss, [share of positions where the proposals up to TTT step k are all right]) of sums over `steps`."""
-        loss, *counts = self.ranks.total(sums.clone()).tolist()
-        return loss / max(1, steps), [round(right / max(1.0, n), 5) for right, n in zip(counts[::2], counts[1::2])]
+    def update(self, sums):
+        """One step: the gradients' mean over the trained tokens of all ranks, clipped, applied; if it or the loss is not
+        finite, no weight and no moment changes, and the schedule goes on."""
+        grads = [p.grad.to_local() if self.ranks.sharded else p.grad for p in self.trainable.values()]
+        divisor = sums[1].clamp(min=1).float()
+        if self.ranks.sharded:
+            divisor = divisor / self.ranks.size                        # FSDP has taken the mean over the ranks
+        elif self.ranks.size > 1:  # as one vector in a fixed order, which DDP's buckets are not: a resume adds up the same way
+            flat = self.ranks.total(torch.cat([g.flatten() for g in grads]))
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
+                grad.copy_(part.view_as(grad))
+        torch._foreach_div_(grads, divisor)
+        self.clock.mark("communication")
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), self.args.clip_norm)
+        norm = norm.full_tensor() if self.ranks.sharded else norm
+        if (norm + sums[0]).isfinite().item():                         # the one synchronisation of a step
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.sums += sums
+            self.in_a_row = []
+        else:
+            self.skip()
+        for scheduler, optimizer in zip(self.schedulers, self.optimizers):
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.clock.mark("optimizer")
+
+    def skip(self):
+        self.skipped += 1
+        self.in_a_row.append(self.step)
+        rows = [self.data.table[row]["id"] for step in self.in_a_row for pack in self.data.steps[step][1] for row in pack]
+        progress.log(f"step {self.step + 1} is skipped: its loss or gradient is not finite ({self.skipped} so far)")
+        if len(self.in_a_row) == NOT_FINITE:
+            raise Refused(f"losses or gradients of {NOT_FINITE} steps in a row are not finite, up to step {self.step + 1}; lower --lr, or "
+                          f"look at their rows: {', '.join(map(str, rows[:50]))}")
+
+    def read(self, sums):
+        """(mean loss, [share of positions where the proposals up to TTT step k are all right])."""
+        loss, trained, *counts = sums.tolist()
+        return loss / max(1.0, trained), [round(right / max(1.0, n), 5) for right, n in zip(counts[::2], counts[1::2])]
 
     def report(self):
         """One line of metrics.jsonl: means since the line before."""
-        loss, acc = self.read(self.sums, self.step - self.reported)
+        loss, acc = self.read(self.sums)
         first, since = self.begun
-        tokens = sum(self.data.count(self.data.lengths, group) for _, group in self.data.steps[first:self.step])
-        rate = tokens / (time.monotonic() - since)
-        self.append("metrics", step=self.step, time=round(time.time(), 2), epoch=self.data.steps[self.step - 1][0],
-                    loss=round(loss, 6), acc=acc, lr=self.scheduler.get_last_lr()[0], tokens_per_s=round(rate, 1))
-        progress.advance(0, loss=f"{loss:.3f}", acc="/".join(f"{a:.2f}" for a in acc), tok_per_s=f"{rate:.0f}")
-        self.must_be_finite(loss)
+        rate = sum(self.data.count(step) for _, step in self.data.steps[first:self.step]) / (time.monotonic() - since)
+        shares = self.clock.shares()
+        self.append("metrics", loss=round(loss, 6), acc=acc, lr=self.schedulers[0].get_last_lr()[0], skipped=self.skipped,
+                    tokens_per_s=round(rate, 1), time_in=shares)
+        progress.advance(0, loss=f"{loss:.3f}", acc="/".join(f"{a:.2f}" for a in acc), tok_per_s=f"{rate:.0f}",
+                         data_wait=f"{shares.get('data', 0):.0%}")
         self.sums.zero_()
-        self.reported, self.begun = self.step, (self.step, time.monotonic())
-
-    def must_be_finite(self, loss):
-        if not abs(loss) < float("inf"):
-            raise Refused(f"a loss or gradient before step {self.step} is not finite, so nothing after the last checkpoint can be "
-                          "trusted; lower --lr, or look at the rows of its packs")
+        self.begun = self.step, time.monotonic()
 
     @torch.no_grad()
     def validate(self):
-        """Loss and accuracy on the held-out rows: a line of validation.jsonl."""
+        """Loss, accuracy and acceptance on the held-out rows: a line of validation.jsonl.
+
+        Acceptance is walked as a server does, over the answers that the target gave: a token outside the draft's vocabulary
+        is a miss.  The ceiling is that of a draft which is right wherever its vocabulary lets it."""
         if not self.data.validation:
             return
-        sums, trained = self.no_sums(), [self.data.count(self.data.trained, g) for g in self.data.validation]
-        with progress.aside("validating", len(trained), "pack"):
-            for (batch, share), n in zip(self.data.batches(self.data.validation), trained):
+        sums, steps = self.no_sums(), self.args.ttt_steps
+        d2t, t2d = self.draft.d2t, self.draft.t2d
+        inside = (lambda token: True) if t2d is None else t2d.tolist().__getitem__
+        accepted, possible = Counter(), Counter()
+        with progress.aside("validating", -(-len(self.data.validation) // self.ranks.size), "pack"):
+            for rows, batch, _ in self.data.batches([self.data.validation]):
                 with self.compiling("validation"):
-                    self.forward(self.draft, batch, share * n / max(1, sum(trained)), sums)
+                    proposals, _ = self.forward(batch, sums)
+                proposed, first = [(step if d2t is None else step + d2t[step])[0].tolist() for step in proposals], 0
+                for row in rows:
+                    ids, mask = self.data.table[row]["input_ids"], self.data.table[row]["loss_mask"]
+                    last = first + self.data.lengths[row]
+                    accepted += walk.answers([step[first:last] for step in proposed], ids, mask)
+                    right = [token if inside(token) else -1 for token in ids]
+                    possible += walk.answers([right[2 + k:] for k in range(steps)], ids, mask)
+                    first = last
                 progress.advance()
-        loss, acc = self.read(sums, 1)
-        self.append("validation", step=self.step, time=round(time.time(), 2), epoch=self.data.steps[self.step - 1][0],
-                    loss=round(loss, 6), acc=acc)
-        progress.log(f"held out after step {self.step}: loss {loss:.3f}  acc {'/'.join(f'{a:.3f}' for a in acc)}")
+        loss, acc = self.read(self.ranks.total(sums))
+        counts = torch.tensor([[c[a] for a in range(steps + 1)] for c in (accepted, possible)], device=self.ranks.device)
+        acceptance, ceiling = (round(walk.acceptance_length(c), 4) for c in self.ranks.total(counts).tolist())
+        if acceptance > self.best["acceptance"]:
+            self.best = {"step": self.step, "acceptance": acceptance}
+        self.append("validation", loss=round(loss, 6), acc=acc, acceptance=acceptance, ceiling=ceiling)
+        progress.log(f"held out after step {self.step}: acceptance length {acceptance:.3f} (the vocabulary allows {ceiling:.3f})  "
+                     f"loss {loss:.3f}  acc {'/'.join(f'{a:.3f}' for a in acc)}")
+        self.clock.mark()
 
     def append(self, name, **row):
         if self.ranks.rank == 0:
+            row = {"step": self.step, "time": round(time.time(), 2), "epoch": self.data.steps[self.step - 1][0], **row}
             with Appender(self.out / f"{name}.jsonl") as file:
                 file.write(row)
+            if self.logger:
+                self.logger.info({name: {k: dict(enumerate(v)) if isinstance(v, list) else v for k, v in row.items()}}, extra={"step": self.step})
+
+    def state(self):
+        """{name: tensor} of all that the next step depends on; the tensors themselves, to be written or filled."""
+        names = {p: name for name, p in self.trainable.items()}
+        return {"weights": {name: p.data for name, p in self.trainable.items()}, "sums": self.sums,
+                "moments": {names[p]: dict(state) for optimizer in self.optimizers for p, state in optimizer.state.items()}, "random": {
+                    f"{self.ranks.rank}-{device.__name__}": device.get_rng_state() for device in self.generators()}}
+
+    def generators(self):
+        return [torch, torch.cuda] if self.ranks.device.type == "cuda" else [torch]
 
     def save(self):
-        """Write checkpoints/step-N.pt, complete or not at all; the newest two are kept.
-
-        Float32, in full: trainable weights, optimizer moments, schedule, step and the sums since the last metrics line,
-        so that a resumed run goes on as if it had never stopped.
-        """
-        self.saved = time.monotonic()
-        self.must_be_finite(self.ranks.total(self.sums.clone())[0].item())
+        """Write a checkpoint: weights and moments in float32, schedule, step, random states, sums; a resumed run goes on as if
+        it had never stopped.  What was found broken so far is counted first."""
+        self.data.quarantine(self.out, self.args.max_broken)
         with progress.aside("writing checkpoint"):
-            if self.ranks.rank == 0:
-                self.write_checkpoint(self.out / "checkpoints")
-            self.ranks.agree(False)  # nobody leaves before it is written: torchrun ends the ranks once one has ended
-
-    def write_checkpoint(self, folder):
-        folder.mkdir(exist_ok=True)
-        temporary = folder / ".checkpoint.tmp"
-        with open(temporary, "wb") as file:
-            torch.save({"step": self.step, "weights": {n: p.detach() for n, p in self.trainable.items()},
-                        "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
-                        "sums": self.sums, "reported": self.reported, "plan": self.data.plan}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / f"step-{self.step:09d}.pt")
-        for old in sorted(folder.glob("step-*.pt"))[:-2]:
-            old.unlink()
+            checkpoint.write(self.out / "checkpoints", self.step, self.state(), {
+                "plan": self.data.plan, "schedule": [s.state_dict() for s in self.schedulers], "ranks": self.ranks.size,
+                "skipped": self.skipped, "acceptance": self.best["acceptance"]}, self.best["step"], self.ranks)
+        self.saved = time.monotonic()
+        self.clock.mark()
 
     def resume(self):
-        """Load the newest checkpoint, if any, and drop what the interrupted run logged after it."""
-        found = sorted((self.out / "checkpoints").glob("step-*.pt"))
-        if found:
-            state = torch.load(found[-1], map_location=self.ranks.device, weights_only=True)
-            if state["plan"] != self.data.plan:
-                raise Refused(f"{found[-1]} was made with another NPROC, which packs the rows otherwise; go on with that one, or "
-                              "begin anew with REDO=1 or another NAME")
-            with torch.no_grad():
-                for name, parameter in self.trainable.items():
-                    parameter.copy_(state["weights"][name])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.scheduler.load_state_dict(state["scheduler"])
-            self.step, self.reported = state["step"], state["reported"]
-            self.sums.copy_(state["sums"])
+        """Load the newest complete checkpoint, if any, and drop what the interrupted run logged after it."""
+        path, record = checkpoint.newest(self.out / "checkpoints")
+        if path:
+            if record["plan"] != self.data.plan:
+                raise Refused(f"{path} was made with other packs of rows; begin anew with REDO=1 or another NAME")
+            state = self.state()
+            if self.ranks.rank >= record["ranks"]:
+                del state["random"]
+            checkpoint.load(path, state, alone=self.ranks.size == 1)
+            for device, numbers in zip(self.generators(), state.get("random", {}).values()):
+                device.set_rng_state(numbers)
+            for optimizer, scheduler, saved in zip(self.optimizers, self.schedulers, record["schedule"]):
+                scheduler.load_state_dict(saved)
+                for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr()):
+                    group["lr"] = lr
+            self.step, self.skipped = record["step"], record["skipped"]
+            self.best = {"step": record["best"], "acceptance": record["acceptance"]}
         if self.ranks.rank == 0:
             for path in (self.out / "metrics.jsonl", self.out / "validation.jsonl"):
                 if path.exists():
                     Appender(path).close()  # repairs a torn last line
                     kept = [row for _, row in read(path) if row["step"] <= self.step]
                     stage.write(path, "".join(json.dumps(row) + "\n" for row in kept))
-        return bool(found)
+        return bool(record)
+
+    def load_best(self, draft):
+        """A fresh draft with the weights of the best checkpoint, or of the newest where nothing is held out; one rank may ask."""
+        folder = self.out / "checkpoints"
+        path = checkpoint.name(folder, self.best["step"]) if self.best["step"] >= 0 else checkpoint.newest(folder)[0]
+        checkpoint.load(path, {"weights": {name: p.data for name, p in trainable(draft).items()}})
+        return draft
 
 
 def last_row(path):

@@ -6,6 +6,7 @@ Every draft whose proposals can be computed offline is judged so: the trained on
 server measures), an untrained one, and the most frequent token for ever.
 """
 from collections import Counter
+from itertools import groupby
 
 
 def walk(proposals, ids, prompt_length):
@@ -20,6 +21,16 @@ def walk(proposals, ids, prompt_length):
             a += 1
         accepted[a] += 1
         j += a + 1
+    return accepted
+
+
+def answers(proposals, ids, mask):
+    """walk() over each answer of a conversation: the runs of ones in its loss mask."""
+    accepted, end = Counter(), 0
+    for answer, run in groupby(mask):
+        start, end = end, end + len(list(run))
+        if answer:
+            accepted += walk(proposals, ids[:end], max(1, start))
     return accepted
 
 

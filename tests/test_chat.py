@@ -579,8 +579,8 @@ def test_rows_in_are_rows_out_and_rows_dropped_by_reason(prepared):
     assert len(table(prepared)) == 40 and done["train_samples"] + done["val_samples"] == 40
     assert done["retokenised"] == {"prompt differs": 1}
     assert sorted(p.name for p in prepared.iterdir() if not p.name.startswith(".")) == [
-        "args", "contract.json", "coverage.json", "coverage.png", "dataset", "done.json", "heldout.jsonl", "progress.json",
-        "token_freq.pt", "token_freq_held_out.pt"]
+        "args", "contract.json", "coverage.json", "coverage.png", "dataset", "done.json", "heldout.jsonl", "libraries.log",
+        "progress.json", "token_freq.pt", "token_freq_held_out.pt"]
 
 
 def test_what_was_made_is_said_with_a_sample_to_look_at(prepared):
@@ -766,7 +766,8 @@ def test_the_result_is_the_same_however_many_processes_made_it_and_however_often
     code, printed = prepare(many, tmp_path / "two", tiny_target, WORKERS="2")
     assert code == 0 and killed, printed
     assert re.search("tokenizing: [1-3][05]00 of 3500 rows done", printed) or killed > 2
-    one, two = [{k: v for k, v in stage.done(tmp_path / name).items() if k not in ("seconds", "finished")} for name in ("one", "two")]
+    one, two = [{k: v for k, v in stage.done(tmp_path / name).items() if k not in ("seconds", "phases", "finished")}
+                for name in ("one", "two")]
     assert one == two and one["rows_in"] == MANY and one["dropped"] == {"empty answer": 500}
     first, second = table(tmp_path / "one").with_format("arrow")[:], table(tmp_path / "two").with_format("arrow")[:]
     assert first.equals(second)

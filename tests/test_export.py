@@ -38,25 +38,27 @@ def dataset(path, reference):
     return trainer.Data(path / "02", path / "03", hidden_size=64, batch_tokens=128, epochs=1, seed=0, ranks=trainer.Ranks())
 
 
-@pytest.fixture(scope="module")
-def made(tiny_target, tmp_path_factory):
+def exported(target, path, **recipe):
     """A draft whose norms are far from one, exported as 04 exports it: (04's directory, ids, aux states)."""
-    path = tmp_path_factory.mktemp("export")
-    data = dataset(path, states.reference(tiny_target, torch.float32))
-    counts = {t: 1 + t % 7 for t in range(0, V, 2)}
-    d2t, t2d = vocab.mapping(counts, K, V, always=[2])
-    draft = trainer.build_draft(tiny_target, LAYERS, d2t, t2d, ttt_steps=3)
+    data = dataset(path, states.reference(target, torch.float32))
+    d2t, t2d = vocab.mapping({t: 1 + t % 7 for t in range(0, V, 2)}, K, V, always=[2])
+    draft = trainer.build_draft(target, LAYERS, d2t, t2d, ttt_steps=3, **recipe)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             if "norm" in name and parameter.requires_grad:
                 parameter.uniform_(0.3, 2.5, generator=generator)
-            elif parameter.requires_grad and "lm_head" not in name:
+            elif parameter.requires_grad:
                 parameter.mul_(4)                                 # else attention hardly depends on anything
     (path / "04").mkdir()
-    export.export(draft, data, Path(tiny_target), path / "04")    # compares too, and raises
+    export.export(draft, data, Path(target), path / "04")         # compares too, and raises
     sample = data.samples[1]
     return path / "04", sample["input_ids"], sample["hidden_states"].float()
+
+
+@pytest.fixture(scope="module")
+def made(tiny_target, tmp_path_factory):
+    return exported(tiny_target, tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture
@@ -98,6 +100,28 @@ def test_the_export_gives_the_trainers_logits(made, tiny_target):
 
 def test_an_unchanged_copy_gives_them_too(made, tiny_target, altered):
     assert error(altered(), made, tiny_target) < export.TOLERANCE
+
+
+@pytest.mark.parametrize("recipe, spoilt", [
+    (dict(layers=3), "layers.2.hidden_norm.weight"), (dict(norms="3"), M + "hidden_norm.weight"), (dict(lm_head="trained"), "norm.weight"),
+    (dict(layers=2, norms="3", lm_head="trained"), "layers.1.post_attention_layernorm.weight")], ids=str)
+def test_every_recipe_is_exported_with_the_trainers_logits(tiny_target, tmp_path, recipe, spoilt):
+    out, ids, aux = exported(tiny_target, tmp_path, **recipe)
+    config = json.loads((out / "sglang/config.json").read_text())
+    assert config["num_hidden_layers"] == recipe.get("layers", 1)
+    assert config["fc_norm"] is config["norm_output"] is ("norms" not in recipe)
+    weights = load_file(out / "sglang/model.safetensors")
+    head = trainer.load_draft(out / "draft", tiny_target)
+    assert torch.equal(weights["lm_head.weight"], head.lm_head.weight.to(torch.bfloat16))
+    assert torch.equal(head.lm_head.weight, head.verifier_lm_head.weight) is ("lm_head" not in recipe)
+    weights[spoilt].fill_(1.0)
+    save_file(weights, out / "sglang/model.safetensors")
+    assert export.compare(out, Path(tiny_target), ids, aux) > 10 * export.TOLERANCE
+
+
+def test_the_embedding_beside_the_draft_is_the_targets(made, tiny_target):
+    held, target = load_file(made[0] / "draft/model.safetensors"), load_file(Path(tiny_target) / "model.safetensors")
+    assert torch.equal(held["embed_tokens.weight"], target["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("change", [

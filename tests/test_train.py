@@ -1,20 +1,15 @@
-"""04_train as a process on a tiny target: resumes exactly, tells what it does, exports what it trained.
+"""04_train as a process on a tiny target: tells what it does, refuses what it can't use, exports what it trained.
 
 The states come from transformers, so no server is needed.
 """
 import json
-import os
-import random
-import signal
 import subprocess
-import sys
-import time
 
 import pytest
-from running import ROOT, kill_when, script
+from running import script
 
 pytestmark = pytest.mark.slow
-FLAGS = ["--draft-vocab", 200, "--epochs", 3, "--batch-tokens", 256, "--lr", "2e-3"]
+FLAGS = ["--draft-vocab", 200, "--epochs", 3, "--batch-tokens", 256, "--pack-tokens", 128, "--lr", "2e-3"]
 
 
 def command(prepared, tiny, out):
@@ -28,7 +23,7 @@ def train(prepared, tiny, out, code=0, **env):
 
 def numbers(out):
     """What must not depend on interruptions: every logged number but time and speed, and the exported bytes."""
-    logged = [{k: v for k, v in json.loads(line).items() if k not in ("time", "tokens_per_s")}
+    logged = [{k: v for k, v in json.loads(line).items() if k not in ("time", "tokens_per_s", "time_in")}
               for name in ("metrics", "validation") for line in (out / f"{name}.jsonl").read_text().splitlines()]
     return logged, (out / "sglang" / "model.safetensors").read_bytes()
 
@@ -51,41 +46,12 @@ def test_the_log_opens_with_what_will_be_done(undisturbed):
 def test_it_learns_and_logs_the_promised_fields(undisturbed):
     _, out = undisturbed
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert set(rows[0]) >= {"step", "time", "loss", "acc", "lr", "tokens_per_s"}
+    assert set(rows[0]) >= {"step", "time", "loss", "acc", "lr", "tokens_per_s", "skipped"}
+    assert set(rows[0]["time_in"]) == {"data", "forward", "backward", "communication", "optimizer"}
+    assert sum(rows[0]["time_in"].values()) == pytest.approx(1, abs=0.01)
     assert len(rows[0]["acc"]) == 3
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert (out / "curves.png").stat().st_size > 5000
-
-
-def test_killed_three_times_at_random_it_ends_bit_for_bit_as_undisturbed(undisturbed, prepared, tiny, tmp_path):
-    out, seed = tmp_path / "04_train", time.time_ns()
-    print("seed", seed)
-    draw = random.Random(seed)
-    resumed = 0
-    for _ in range(3):
-        done = len(list((out / "checkpoints").glob("step*"))) if out.exists() else 0
-        newest = max((p.name for p in (out / "checkpoints").glob("step*")), default="") if done else ""
-        output, _ = kill_when(command(prepared, tiny, out), lambda: any(p.name > newest for p in (out / "checkpoints").glob("step*")),
-                              delay=draw.random() * 0.5, SAVE_EVERY="0")
-        resumed += "resuming at step" in output
-    output = train(prepared, tiny, out, SAVE_EVERY="0")
-    assert resumed + ("resuming at step" in output) >= 3 or "is done already" in output
-    assert numbers(out) == numbers(undisturbed[1])
-
-
-def test_stopped_by_term_it_saves_exits_143_and_goes_on(undisturbed, prepared, tiny, tmp_path):
-    out = tmp_path / "04_train"
-    process = subprocess.Popen([sys.executable, *map(str, command(prepared, tiny, out))], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ})
-    for line in process.stdout:
-        if "held out after step" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 143, output
-    assert "the same command goes on from here" in output
-    assert "resuming at step" in train(prepared, tiny, out)
-    assert numbers(out) == numbers(undisturbed[1])
 
 
 def test_two_ranks_train_all_rows_and_speak_with_one_voice(undisturbed, prepared, tiny, tmp_path):
@@ -95,7 +61,7 @@ def test_two_ranks_train_all_rows_and_speak_with_one_voice(undisturbed, prepared
     assert sum("done: 30 rows in, 30 out" in line for line in lines) == 1
     one, two = (json.loads((out / "validation.jsonl").read_text().splitlines()[-1])
                 for out in (undisturbed[1], tmp_path / "04_train"))
-    assert abs(one["loss"] - two["loss"]) < 0.1 * one["loss"]
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-3)
 
 
 def test_states_of_other_tokens_are_refused(prepared, tiny, tmp_path):
@@ -106,7 +72,7 @@ def test_states_of_other_tokens_are_refused(prepared, tiny, tmp_path):
     shutil.copy(copy / "hs_3.safetensors", copy / "hs_4.safetensors")
     output = script("04_train", "--tokens", prepared / "02_prepare", "--states", copy, "--model", tiny, "--out", tmp_path / "out",
                     *FLAGS, code=2)
-    assert "hs_4.safetensors is missing, broken or holds states of other token ids" in output
+    assert "hs_4.safetensors is missing, cut off or holds states of other token ids" in output
 
 
 def test_the_vocabulary_is_chosen_for_a_coverage_its_ceiling_printed_and_another_one_never_mixed_in(prepared, tiny, tmp_path):
@@ -127,7 +93,7 @@ def test_the_vocabulary_is_chosen_for_a_coverage_its_ceiling_printed_and_another
 def test_a_row_longer_than_a_pack_is_refused_before_training(prepared, tiny, tmp_path):
     output = script("04_train", "--tokens", prepared / "02_prepare", "--states", prepared / "03_extract", "--model", tiny,
                     "--out", tmp_path / "out", "--batch-tokens", 64, code=2)
-    assert "raise --batch-tokens or lower --max-seq-len" in output
+    assert "raise --pack-tokens or lower --max-seq-len" in output
 
 
 def test_a_contract_of_another_target_is_refused(prepared, tiny, tmp_path):
@@ -155,13 +121,6 @@ def test_a_full_disk_is_told_in_one_sentence_and_training_goes_on_when_there_is_
         assert numbers(small / "04_train") == numbers(undisturbed[1])
     finally:
         subprocess.run(["umount", small], check=True)
-
-
-def test_another_number_of_ranks_does_not_go_on_from_a_checkpoint_of_this_one(prepared, tiny, tmp_path):
-    out = tmp_path / "04_train"
-    kill_when(command(prepared, tiny, out), lambda: any((out / "checkpoints").glob("step*")), SAVE_EVERY="0")
-    output = script("04_train", *command(prepared, tiny, out)[1:], code=2, NPROC="2")
-    assert "was made with another NPROC" in output
 
 
 def test_a_draft_that_knows_the_whole_vocabulary_is_exported_with_maps(prepared, tiny, tmp_path):
