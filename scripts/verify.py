@@ -19,7 +19,7 @@ def main():
     p.add_argument("--states", type=Path, required=True, help="03_extract's directory")
     p.add_argument("--tokens", type=Path, required=True, help="02_prepare's directory")
     args = p.parse_args()
-    total, found = stage.done(args.tokens)["rows_out"], {}
+    total, found = stage.done(args.tokens)["samples"], {}
     progress.start(args.states / "none")  # no such directory: lines only, since progress.json is the stage's own
     progress.phase("verifying", total, "file")
     for row, what in states.Store(args.states, worker=None).look(range(total), verify=True):
