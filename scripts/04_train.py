@@ -86,6 +86,7 @@ def main():
     stage.torchrun(out)
     progress.plan("loading libraries", "loading the target's", "planning", "checking", "training", "exporting", "comparing", "drawing")
     progress.phase("loading libraries")
+    import packing
     import trainer
     from export import export
 
@@ -109,7 +110,7 @@ def main():
         trainer.start_from(draft, args.init, d2t)
         progress.log(f"starting from the weights of {args.init}")
     progress.phase("planning the epochs")
-    data = trainer.Data(args.tokens, args.states, config.hidden_size, args.batch_tokens, args.epochs, args.seed, ranks,
+    data = packing.Data(args.tokens, args.states, config.hidden_size, args.batch_tokens, args.epochs, args.seed, ranks,
                         args.pack_tokens, args.train_rows, t2d if args.out_of_vocab == "mask" else None)
     rows = data.rows["train"] + data.rows["val"]
     mine = rows[ranks.rank::ranks.size]

@@ -10,6 +10,7 @@ command is refused, or with REDO=1 in the environment starts over beside the old
 An argument whose value is a Path says *where*; every other one says *what*, and changes the numbers.
 """
 import argparse
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -226,6 +227,14 @@ def finish(out, rows_in, rows_out, dropped, **summary):
     write(out / "done.json", json.dumps(record, indent=1) + "\n")
     drops = f", dropped {sum(dropped.values())} ({', '.join(f'{r} {n}' for r, n in dropped.items())})" if dropped else ""
     log(f"done: {rows_in} rows in, {rows_out} out{drops}; {progress.span(record['seconds'])}")
+
+
+def bind_to_parent(*_):
+    """In a forked worker: leave signals to the parent, which stops at a safe point and needs the worker until then; and end
+    with it, be that by kill -9: one asleep in a read would keep the lock on the stage, which a fork inherits."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def pause(seconds):

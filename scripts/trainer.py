@@ -7,20 +7,13 @@ A step is a list of packs, planned for all epochs from lengths and seed alone an
 rank sums its packs' gradients, weighted by their trained tokens; the ranks' sums are added and divided by the trained
 tokens of the step.  So the number of ranks changes a step by rounding only, and may change at a resume.
 """
-import ctypes
-import hashlib
 import json
 import logging
-import math
 import os
-import random
-import shutil
-import signal
 import time
 from collections import Counter
 from contextlib import nullcontext
-from itertools import chain, islice
-from pathlib import Path
+from itertools import chain
 from types import SimpleNamespace
 
 import torch
@@ -174,166 +167,6 @@ class Ranks:
             for part in (*draft.layers, draft):
                 fully_shard(part)
         return draft
-
-
-def packs(lengths, size, seed=None):
-    """Pack rows, given as {row: length}, into lists of at most `size` tokens; every row once, shuffled by `seed`.
-
-    Each row goes to the fullest of 32 open packs that still takes it.  The result depends on the lengths and the seed
-    alone, so the ranks agree without a word.
-    """
-    rows = sorted(lengths)
-    if seed is not None:
-        random.Random(seed).shuffle(rows)
-    closed, open_packs = [], []
-    for row in rows:
-        length = lengths[row]
-        if length > size:
-            raise Refused(f"row {row} has {length} tokens, a pack takes {size}: raise --pack-tokens or lower --max-seq-len")
-        fitting = [p for p in open_packs if p[0] + length <= size]
-        if fitting:
-            best = max(fitting, key=lambda p: p[0])
-        else:
-            best = [0, []]
-            open_packs.append(best)
-            if len(open_packs) > 32:
-                fullest = max(open_packs[:-1], key=lambda p: p[0])
-                open_packs.remove(fullest)
-                closed.append(fullest[1])
-        best[0] += length
-        best[1].append(row)
-    return closed + [p[1] for p in open_packs]
-
-
-class Samples(torch.utils.data.Dataset):
-    """speculators' data set, each sample checked when it is read: item `row` is (row, sample) or (row, what is wrong).
-
-    inside: the tokens in the draft's vocabulary, bool [V], if positions whose next token is not are to be left out."""
-
-    def __init__(self, samples, hidden_size, inside=None):
-        self.samples, self.hidden_size, self.inside = samples, hidden_size, inside
-
-    def __getitem__(self, row):
-        from safetensors import SafetensorError
-
-        try:
-            sample = self.samples[row]
-        except (OSError, RuntimeError, KeyError, SafetensorError) as error:
-            return row, f"can't be read: {error}"
-        if not isinstance(sample, dict):
-            return row, "holds states of other token ids"
-        ids, (aux, last) = sample["input_ids"], (sample[k] for k in ("hidden_states", "verifier_last_hidden_states"))
-        if aux.shape != (len(ids), 3 * self.hidden_size) or last.shape != (len(ids), self.hidden_size):
-            return row, f"holds states {list(aux.shape)} for {len(ids)} tokens"
-        if not (aux.sum(dtype=torch.float32) + last.sum(dtype=torch.float32)).isfinite():  # one pass, no copy
-            return row, "holds values that are not finite"
-        if self.inside is not None:
-            sample["loss_mask"] = sample["loss_mask"].clone()
-            sample["loss_mask"][:-1] *= self.inside[ids[1:]]
-        return row, sample
-
-
-class Data:
-    """The samples, and the plan: which rows stand in which pack of which step, for all epochs.
-
-    batch_tokens: of a step, over all ranks; pack_tokens: of what one rank runs at a time; train_rows: how many of the
-    training rows, drawn by the seed, so that a larger number holds the smaller; inside: see Samples."""
-
-    def __init__(self, tokens, states, hidden_size, batch_tokens, epochs, seed, ranks, pack_tokens=None, train_rows=None, inside=None):
-        from hs_connectors import FP8Transfer
-        from speculators.models.eagle3.data import shift_batch
-        from speculators.train.data import ArrowDataset, CollateFn
-
-        size = pack_tokens or min(8192, batch_tokens)
-        dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-        self.samples = ArrowDataset(size, tokens / "dataset", FP8Transfer(Path(states)), on_missing="raise",
-                                    hidden_states_dtype=dtype)
-        self.table = self.samples.data.with_format(None)
-        self.lengths = [n - 1 for n in self.table["seq_len"]]          # the shift by one drops each row's first token
-        self.rows = {split: [i for i, s in enumerate(self.table["split"]) if s == split] for split in ("train", "val")}
-        random.Random(seed).shuffle(self.rows["train"])
-        self.rows["train"] = sorted(self.rows["train"][:train_rows])
-        if not self.rows["train"]:
-            raise Refused(f"{tokens} holds no row of the training split")
-        per_step = batch_tokens // size
-        if per_step < ranks.size:
-            raise Refused(f"--batch-tokens {batch_tokens} are {per_step} packs of {size} tokens a step, too few for {ranks.size} ranks: "
-                          "raise it, or lower --pack-tokens")
-        self.ranks, self.begun, self.broken = ranks, False, {}         # broken: {row: what is wrong}
-        self.steps = []                                                # (epoch, packs)
-        for epoch in range(epochs):
-            planned = packs({row: self.lengths[row] for row in self.rows["train"]}, size, f"{seed}-{epoch}")
-            self.steps += [(epoch, planned[i:i + per_step]) for i in range(0, len(planned), per_step)]
-        self.validation = packs({row: self.lengths[row] for row in self.rows["val"]}, size)
-        self.plan = hashlib.sha256(json.dumps(self.steps).encode()).hexdigest()[:16]
-        self.checked = Samples(self.samples, hidden_size, inside)
-        self.filled = CollateFn(size, hidden_size, dtype=dtype, preprocess=shift_batch)
-        self.workers = workers(size * 4 * hidden_size * dtype.itemsize, ranks.device)
-
-    def count(self, step):
-        return sum(self.lengths[row] for pack in step for row in pack)
-
-    def collate(self, items):
-        """A pack's batch, without the rows that can't be used; empty packs are all padding, and weigh nothing."""
-        good = [(row, sample) for row, sample in items if isinstance(sample, dict)]
-        return {**self.filled([sample for _, sample in good]), "rows": [row for row, _ in good],
-                "broken": {row: wrong for row, wrong in items if isinstance(wrong, str)}}
-
-    def batches(self, steps):
-        """Yield (rows, batch, whether it ends the step) of this rank's packs; each rank has as many in a step."""
-        n = self.ranks.size
-        mine = [(step + [[]] * (-len(step) % n))[self.ranks.rank::n] for step in steps]
-        ends = (i == len(step) for step in mine for i in range(1, 1 + len(step)))
-        loader = torch.utils.data.DataLoader(self.checked, batch_sampler=[pack for step in mine for pack in step],
-                                             collate_fn=self.collate, num_workers=self.workers,
-                                             multiprocessing_context="fork" if self.workers else None,  # spawned ones import
-                                             worker_init_fn=_bound_to_the_parent,                       # torch: 10 to 20 s
-                                             pin_memory=self.ranks.device.type == "cuda")
-        batches = zip(ends, loader)
-        with nullcontext() if self.begun else progress.aside("loading the first batch"):  # workers start, files are read
-            self.begun = True
-            first = list(islice(batches, 1))
-        for end, batch in chain(first, batches):
-            self.exclude(batch["broken"])
-            yield batch["rows"], {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}, end
-
-    def exclude(self, broken):
-        for row in broken.keys() - self.broken.keys():
-            self.broken[row] = broken[row]
-            if len(self.broken) <= 20:                                 # quarantine.jsonl names them all
-                progress.log(f"row {row} ({self.table[row]['id']}) is left out: hs_{row}.safetensors {broken[row]}", every_rank=True)
-
-    def quarantine(self, out, most):
-        """Write what all ranks found broken to quarantine.jsonl; Refused if it is more than a share of `most`."""
-        self.broken = dict(sorted(self.ranks.union(self.broken).items()))
-        if self.ranks.rank == 0 and (self.broken or (out / "quarantine.jsonl").exists()):
-            stage.write(out / "quarantine.jsonl", "".join(json.dumps({"row": row, "id": self.table[row]["id"], "reason": wrong}) + "\n"
-                                                          for row, wrong in self.broken.items()))
-        if len(self.broken) > most * len(self.lengths):
-            raise Refused(f"{len(self.broken)} of {len(self.lengths)} rows have broken states, more than --max-broken {most}: " +
-                          "; ".join(f"hs_{row}.safetensors {wrong}" for row, wrong in islice(self.broken.items(), 3)) +
-                          "; delete them and run 03 again with REDO=1")
-
-
-def workers(batch_bytes, device):
-    """Loader processes of a rank: WORKERS (environment; 4 with a GPU, else none), or as many as /dev/shm holds batches of.
-
-    Each prefetches two, for the training and for the validation; a full /dev/shm ends in a bus error without a word."""
-    wanted = int(os.environ.get("WORKERS", 4 if device.type == "cuda" else 0))
-    free = shutil.disk_usage("/dev/shm").free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    held = min(wanted, free // (5 * batch_bytes))
-    if held < wanted:
-        progress.log(f"/dev/shm has room for {held} of {wanted} loader workers a rank: batches of {progress.size(batch_bytes)}, "
-                     f"{progress.size(free)} free")
-    return held
-
-
-def _bound_to_the_parent(worker):
-    """A loader's worker leaves signals to its parent, which stops at a safe point and needs batches until then; and ends
-    with it, be that by kill -9: one asleep in a read would keep the lock on the stage, which a fork inherits."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Clock:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import export
 import states
 import tiny
+import packing
 import trainer
 import vocab
 
@@ -35,7 +36,7 @@ def dataset(path, reference):
     for k, row in enumerate(ids):
         save_file({"hidden_states": reference(row, LAYERS).to(torch.bfloat16), "token_ids": torch.tensor(row)},
                   states.file_of(path / "03", k))
-    return trainer.Data(path / "02", path / "03", hidden_size=64, batch_tokens=128, epochs=1, seed=0, ranks=trainer.Ranks())
+    return packing.Data(path / "02", path / "03", hidden_size=64, batch_tokens=128, epochs=1, seed=0, ranks=trainer.Ranks())
 
 
 def exported(target, path, **recipe):

@@ -137,6 +137,7 @@ def test_states_in_fp8_are_read_at_their_true_size(prepared, tiny, tmp_path):
     from safetensors.torch import load_file, save_file
 
     import states
+    import packing
     import trainer
 
     for path in (prepared / "03_extract").glob("hs_*"):
@@ -144,7 +145,7 @@ def test_states_in_fp8_are_read_at_their_true_size(prepared, tiny, tmp_path):
         small, scales = quantize_tensor_to_fp8(data["hidden_states"])
         save_file({**data, "hidden_states": small, "hidden_states_scales": scales}, tmp_path / path.name)
         assert states.intact(tmp_path / path.name, data["token_ids"].tolist(), 64)
-    read = [trainer.Data(prepared / "02_prepare", where, 64, 512, 1, 0, trainer.Ranks()).samples
+    read = [packing.Data(prepared / "02_prepare", where, 64, 512, 1, 0, trainer.Ranks()).samples
             for where in (prepared / "03_extract", tmp_path)]
     for row in range(5):
         exact, rounded = (samples[row] for samples in read)

@@ -1,12 +1,14 @@
 """The trainer's own arithmetic on a tiny target, in this process: what is trained, what is counted, what is left out."""
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import packing
 import states
 import tiny
 import trainer
@@ -49,7 +51,7 @@ def mapping():
 
 
 def data(stored, pack_tokens=64, batch_tokens=128, epochs=2, **more):
-    return trainer.Data(stored / "02", stored / "03", H, batch_tokens, epochs, 0, trainer.Ranks(), pack_tokens, **more)
+    return packing.Data(stored / "02", stored / "03", H, batch_tokens, epochs, 0, trainer.Ranks(), pack_tokens, **more)
 
 
 def draft(target, **more):
@@ -175,7 +177,7 @@ def test_more_ranks_than_packs_of_a_step_are_refused(stored, monkeypatch):
     ranks = trainer.Ranks()
     ranks.size = 3
     with pytest.raises(Refused, match="2 packs of 64 tokens a step, too few for 3 ranks"):
-        trainer.Data(stored / "02", stored / "03", H, 128, 1, 0, ranks, 64)
+        packing.Data(stored / "02", stored / "03", H, 128, 1, 0, ranks, 64)
 
 
 @pytest.mark.parametrize("schedule, last", [("linear", 0.0), ("cosine", 0.0), ("constant", 1e-3)])
@@ -286,13 +288,13 @@ def test_held_out_acceptance_is_that_of_walking_each_row_alone(target, stored, t
 
 
 def test_workers_are_as_many_as_shared_memory_holds_batches_of(monkeypatch):
-    free = trainer.shutil.disk_usage("/dev/shm").free
+    free = shutil.disk_usage("/dev/shm").free
     monkeypatch.setenv("WORKERS", "4")
-    assert trainer.workers(1, torch.device("cpu")) == 4
-    assert trainer.workers(free // 12, torch.device("cpu")) == 2
-    assert trainer.workers(free, torch.device("cpu")) == 0
+    assert packing.workers(1, torch.device("cpu")) == 4
+    assert packing.workers(free // 12, torch.device("cpu")) == 2
+    assert packing.workers(free, torch.device("cpu")) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert trainer.workers(free // 12, torch.device("cpu")) == 1
+    assert packing.workers(free // 12, torch.device("cpu")) == 1
 
 
 @pytest.mark.parametrize("text, wanted", [("1200", 1200), ("90s", 90), ("20m", 1200), ("1.5h", 5400), ("0", 0)])

@@ -4,8 +4,8 @@ import random
 import pytest
 import torch
 
+from packing import packs
 from stage import Refused
-from trainer import packs
 
 torch.set_num_threads(1)
 
