@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import export
+import packing
 import states
 import tiny
-import packing
 import trainer
 import vocab
 

@@ -136,8 +136,8 @@ def test_states_in_fp8_are_read_at_their_true_size(prepared, tiny, tmp_path):
     from hs_connectors.fp8_utils import quantize_tensor_to_fp8
     from safetensors.torch import load_file, save_file
 
-    import states
     import packing
+    import states
     import trainer
 
     for path in (prepared / "03_extract").glob("hs_*"):
