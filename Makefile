@@ -134,7 +134,7 @@ models/smollm2-135m:
 models/humaneval.jsonl:
 	$(PYTHON) scripts/embedded.py humaneval $@
 # Two files of tests at a time, each process on one core: SGLang's threads that wait for each other's core stop it dead.
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 test: setup models/smollm2-135m  ## everything that a CPU can test
 	$(PYTEST) tests
 test-fast: setup  ## what needs no server

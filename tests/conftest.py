@@ -24,7 +24,7 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Slow files first: two run at a time, and one that starts last would run alone."""
+    """Slow files first (and make tells xdist to keep this order): two run at a time, and one that starts last would run alone."""
     items.sort(key=lambda item: "slow" not in item.keywords)
 
 
