@@ -114,8 +114,9 @@ def report(args, tally, tokenizer, data):
     first = data.with_format(None)[0]
     progress.log(f"the first one, trained text in brackets: {show.marked(tokenizer, first['input_ids'], first['loss_mask'])[-300:]}")
     if again:
-        example = next(("; e.g. " + text for text in tally["example"] if text), "")
-        progress.log(f"the text of {again.total()} answers with the server's ids, rendered and tokenized again: {dict(again)}{example}")
+        progress.log(f"the text of {again.total()} answers with the server's ids, rendered and tokenized again: {dict(again)}")
+        for example in [text for text in tally["example"] if text][:1]:
+            progress.log(f"for example, the {example}")
     if not USUAL[0] <= trained <= USUAL[1]:
         progress.log(f"warning: {trained:.1%} of the tokens are trained, which is unusual: look at some samples with make show ROW=n")
     if again["prompt differs"] > 0.1 * again.total():

@@ -77,12 +77,11 @@ def covered(counts, t2d):
 
 
 def ceiling(counts, held_out, t2d, steps):
-    """What the draft's vocabulary allows at best: a sentence, by the held-out tokens where there are some."""
+    """What the draft's vocabulary allows at best, by the held-out tokens where there are some: a sentence."""
     seen = covered(held_out or counts, t2d)
     return (f"draft vocabulary of {int(t2d.sum())} tokens covers {covered(counts, t2d):.2%} of the trained tokens"
             + f", {seen:.2%} of the held-out ones" * bool(held_out)
-            + f": at most that share of first proposals can be accepted, an acceptance length of {sum(seen ** k for k in range(steps + 1)):.2f} "
-              f"of {steps + 1}")
+            + f": an acceptance length of at most {sum(seen ** k for k in range(steps + 1)):.2f} of {steps + 1}")
 
 
 def identity(d2t):

@@ -144,7 +144,7 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_as_undisturbed(undisturbed
     assert seen["resumed"] > 0
 
 
-def test_every_other_recipe_resumes_exactly_too(training):
+def test_every_other_recipe_resumes_exactly_too(training, prepared):
     recipe = ["--optimizer", "muon", "--lm-head", "trained", "--draft-layers", 2, "--norms", 3, "--out-of-vocab", "mask", "--loss", "lk_hybrid",
               "--ttt-decay", 0.8, "--schedule", "cosine", "--warmup-ratio", 0.2, "--draft-vocab", 50, "--train-rows", 20, "--epochs", 2]
     whole, run = training("whole", *recipe), training("run", *recipe)
@@ -154,7 +154,8 @@ def test_every_other_recipe_resumes_exactly_too(training):
     run.kill()
     assert "resuming at step" in run.start().end()
     assert run.numbers() == whole.numbers()
-    assert json.loads((run.out / "done.json").read_text())["dropped"] == {"beyond --train-rows": 6}
+    rows = json.loads((prepared / "02_prepare" / "done.json").read_text())["train_samples"]
+    assert json.loads((run.out / "done.json").read_text())["dropped"] == {"beyond --train-rows": rows - 20}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

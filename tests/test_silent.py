@@ -24,7 +24,7 @@ EVERY = 3.0
 STAMPED = re.compile(r"\d\d:\d\d:\d\d 0[1-5]_\w+ +\S")
 ETA = re.compile(r"  eta (over )?((?:\d+[dhms])+)")
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-TRAIN = ["--draft-vocab", 200, "--batch-tokens", 256, "--lr", "2e-3"]
+TRAIN = ["--draft-vocab", 200, "--batch-tokens", 256, "--pack-tokens", 128, "--lr", "2e-3"]
 
 
 started = []
@@ -302,10 +302,10 @@ def test_stall_exit_ends_the_job_with_its_cause_and_all_its_processes(prepared, 
 def test_what_is_slow_or_known_to_be_quiet_raises_no_alarm(prepared, tiny, tmp_path):
     environment, _ = plant(tmp_path / "plant", "speculators.train.data", """
 import torch
-get, step = module.BaseDataset.__getitem__, torch.optim.AdamW.step
+get, step, asleep = module.BaseDataset.__getitem__, torch.optim.AdamW.step, []
 def sleeping(self, index):
-    if next(calls) == 1:
-        time.sleep(8)
+    if not asleep:
+        asleep.append(time.sleep(8))
     return get(self, index)
 def slow(self, *args, **more):
     if next(calls) > 30:
@@ -385,9 +385,9 @@ def test_what_the_ranks_refuse_ends_with_their_sentence_and_code(prepared, tiny,
 
 
 def test_stopped_in_a_slow_checkpoint_the_ranks_leave_it_whole_and_nothing_else(prepared, tiny, tmp_path):
-    import torch
+    import checkpoint
 
-    environment, _ = plant(tmp_path / "plant", "torch.serialization", """
+    environment, _ = plant(tmp_path / "plant", "torch.distributed.checkpoint", """
 save = module.save
 def slow(*args, **more):
     time.sleep(3)
@@ -403,10 +403,10 @@ module.save = slow
     watched.until("TERM: stopping at the next safe point"), watched.until("the same command goes on from here")
     assert status(out)["state"] == "stopped"
     assert gone(ranks), ranks
-    newest = max((out / "checkpoints").iterdir())
-    assert newest.suffix == ".pt" and torch.load(newest, weights_only=True)["step"] == int(newest.stem.removeprefix("step-"))
+    newest, saved = checkpoint.newest(out / "checkpoints")
+    assert newest == max((out / "checkpoints").iterdir())
     steps = [line for _, line in watched.lines if re.search(r"  step \d+/", line)]
-    assert int(re.search(r"step (\d+)/", steps[-1])[1]) == int(newest.stem.removeprefix("step-"))
+    assert int(re.search(r"step (\d+)/", steps[-1])[1]) == saved["step"]
 
 
 # --- where the log goes ----------------------------------------------------------------------------------------------------

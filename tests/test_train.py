@@ -82,7 +82,7 @@ def test_the_vocabulary_is_chosen_for_a_coverage_its_ceiling_printed_and_another
     size = vocab.size_for(counts, 0.9, [2])
     flags = [*command(prepared, tiny, out)[1:], "--epochs", 1, "--draft-coverage"]
     output = script("04_train", *flags, 0.9)
-    assert f"draft vocabulary of {size} tokens covers 9" in output and "of the held-out ones: at most that share" in output
+    assert f"draft vocabulary of {size} tokens covers 9" in output and "of the held-out ones: an acceptance length of at most " in output
     made = json.loads((out / "contract.json").read_text())["draft_vocab"]
     output = script("04_train", *flags, 0.8, code=2)
     assert "was made by another command" in output and json.loads((out / "contract.json").read_text())["draft_vocab"] == made
