@@ -11,8 +11,7 @@
 SHELL       := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.DELETE_ON_ERROR:
-.SUFFIXES:
+.DELETE_ON_ERROR .SUFFIXES:
 MAKEFLAGS   += --no-builtin-rules
 
 TARGET := smollm2-135m
@@ -25,12 +24,9 @@ EVAL_PROMPTS = $(D)/02_prepare/heldout.jsonl models/humaneval.jsonl
 -include env/local.env
 include env/$(TARGET).env
 
-ifneq ($(filter command line,$(origin API_KEY)),)
-$(error API_KEY on a make command line can be read by everyone who lists processes: export it)
-endif
-ifneq ($(findstring @,$(API))$(findstring ?,$(API)),)
-$(error API with a user, a password or a query can be read by everyone who lists processes: export API_KEY instead)
-endif
+READ := can be read by everyone who lists processes
+$(if $(filter command line,$(origin API_KEY)),$(error API_KEY on a make command line $(READ): export it))
+$(if $(findstring @,$(API))$(findstring ?,$(API)),$(error API with a user, a password or a query $(READ): export API_KEY instead))
 
 D := $(RUNS)/$(TARGET)/$(DATA)
 N := $(D)/$(NAME)
@@ -39,17 +35,19 @@ N := $(D)/$(NAME)
 
 # $(call flags,VARIABLES): "--like-this value" for every LIKE_THIS that the command line or an env file sets.
 flags = $(foreach v,$1,$(if $(filter-out undefined environment,$(origin $v)),$(if $($v),--$(shell tr A-Z_ a-z- <<< $v) $($v))))
-# $(call changed,DIR,FLAGS): FORCE if DIR was last made with other flags.
-changed = $(if $(findstring <$(strip $2)>,$(file <$1/args)),,FORCE)
-FORCE:
+# $(call changed,DIR,FLAGS): ALWAYS if DIR was last made with other flags.
+changed = $(if $(findstring <$(strip $2)>,$(file <$1/args)),,ALWAYS)
+ALWAYS:
 export GOALS := $(or $(filter $(MAKECMDGOALS),generate prepare extract train eval all),all)
 
 ##@ Pipeline
+FIRST := $(if $(filter all,$(MAKECMDGOALS)),doctor)
+$(FIRST): | $(filter models/smollm2-135m,$(MODEL))
 GENERATE_FLAGS := API API_MODEL TEMPERATURE ANSWER_TOKENS QUESTION_TOKENS GENERATE_DTYPE
 PROMPT_FILE := $(filter-out self:%,$(PROMPTS))
 GENERATE := $(addprefix --prompts ,$(filter self:%,$(PROMPTS))) $(call flags,$(GENERATE_FLAGS))
 generate: $(D)/01_generate/done.json  ## 01  let the target answer the prompts
-$(D)/01_generate/done.json: $(PROMPT_FILE) $(call changed,$(D)/01_generate,$(GENERATE)) | $(filter models/smollm2-135m,$(MODEL))
+$(D)/01_generate/done.json: $(PROMPT_FILE) $(call changed,$(D)/01_generate,$(GENERATE)) | $(filter models/smollm2-135m,$(MODEL)) $(FIRST)
 	$(PYTHON) scripts/01_generate.py $(addprefix --prompts ,$(PROMPT_FILE)) --model $(MODEL) --out $(@D) $(GENERATE)
 
 PREPARE_FLAGS := MAX_SEQ_LEN LONG_ROWS TRAINED_TURNS REASONING MAX_DROPPED VAL_SHARE SPLIT_SEED
@@ -78,7 +76,7 @@ $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EV
 	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
 
 MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
-  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW \
+  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW PROBE FORCE \
   SERVERS WORKER STAGING KEEP_FREE FSYNC VERIFY SHARD NNODES NODE_RANK RDZV LOGGER
 KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS INIT EVAL_PROMPTS $(MACHINE) \
   $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
@@ -104,8 +102,11 @@ stop:  ## stop the job, or what runs in its directories: it saves, then all that
 	@$(PYTHON) scripts/job.py stop $(JOB) --dirs $(D) $(N)
 status:  ## one line a stage of every run (JSON=1 for programs, WATCH=1 on a terminal)
 	@$(PYTHON) scripts/status.py $(RUNS) $(if $(JSON),--json) $(if $(WATCH),--watch)
-plan:  ## the commands that GOAL (all) would run, and nothing else
-	@commands=$$($(MAKE) --no-print-directory -n $(or $(GOAL),all) | sed '/^make.*Nothing to be done/d'); printf '%s\n' "$${commands:-nothing to do}"
+COMMANDS = commands=$$(make --no-print-directory -n $(or $(GOAL),all)); echo "$$commands"
+plan:  ## what GOAL (all) would run: commands, tokens, dollars, disk, time (PROBE=1 measures first, on a few rows)
+	@$(COMMANDS) | $(PYTHON) scripts/plan.py $(if $(PROBE),--probe)
+doctor:  ## is this machine fit for GOAL (all)?  One line a check, with the mend; make all asks first (FORCE=1 goes on)
+	@$(COMMANDS) | $(PYTHON) scripts/doctor.py $(if $(FIRST),--keep)
 show:  ## sample ROW of 02 decoded, trained tokens marked, here and as HTML
 	@$(PYTHON) scripts/show.py --tokens $(D)/02_prepare --model $(MODEL) --row $(or $(ROW),0)
 verify:  ## how many of how many hidden-state files are intact, by checksum
@@ -113,7 +114,6 @@ verify:  ## how many of how many hidden-state files are intact, by checksum
 
 ##@ Set-up and tests
 DEVICE ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
-PINS   := env/requirements$(if $(filter cpu,$(DEVICE)),-cpu).txt
 setup: .venv/$(DEVICE)  ## make .venv for this machine (DEVICE=cpu|cuda) and patch its SGLang
 .venv/cpu: $(wildcard env/requirements-cpu.txt)
 	python3 -m venv .venv
@@ -147,4 +147,4 @@ help:  ## this text
 	@printf '%s\n' '01: $(strip $(GENERATE))' '02: $(strip $(PREPARE))' '03: $(strip $(EXTRACT))' '04: $(strip $(TRAIN))' '05: $(strip $(EVAL))'
 	@printf 'Change a setting on the command line: make train NAME=hot LR=3e-4\n'
 
-.PHONY: generate prepare extract train eval all demo launch tail stop status plan show verify setup patch test test-fast help FORCE
+.PHONY: generate prepare extract train eval all demo launch tail stop status doctor plan show verify setup patch test test-fast help ALWAYS

@@ -89,7 +89,9 @@ def main():
             prompts.invent(api, name, opening, wanted, args.question_tokens, out)
         answer(api, name, args, out)
     asked, rows, rejected = (ids(out / f"{stem}.jsonl") for stem in ("prompts", "rows", "rejected"))
-    stage.finish(out, len(asked | rejected), len(rows), Counter(row["reason"] for _, row in read(out / "rejected.jsonl")))
+    told = ("cost", "prompt_tokens", "completion_tokens")
+    spent = sum((Counter({k: row["usage"].get(k) or 0 for k in told}) for _, row in read(out / "rows.jsonl")), Counter())
+    stage.finish(out, len(asked | rejected), len(rows), Counter(row["reason"] for _, row in read(out / "rejected.jsonl")), **spent)
 
 
 def answer(api, model, args, out):

@@ -36,8 +36,8 @@ from api import each, in_flight
 from capture import Client
 from sglang_server import PATCHES, Died, device, serve
 from stage import Refused
+from states import KEEP_FREE
 
-KEEP_FREE = float(os.environ.get("KEEP_FREE", 1)) * 1e9  # bytes of the states' disk
 RESTARTS = 3   # deaths of the server in a row without a row between them
 SAMPLED = 64   # of so many rows one is checked against the server's next token
 SAME = ("dtype", "quantization", "kv_cache_dtype")                          # settings of the server that a resume must keep,
@@ -100,7 +100,8 @@ def main():
     if to_come:
         progress.log(f"worker {worker} of {workers} is through; {to_come} rows of others are to come, the last one ends the stage")
     else:
-        stage.finish(out, len(data), len(data), {}, bytes=sum(f.stat().st_size for f in out.glob("hs_*.safetensors")), parity=reported(out))
+        stage.finish(out, len(data), len(data), {}, tokens=sum(data["seq_len"][:]), parity=reported(out),
+                     bytes=sum(f.stat().st_size for f in out.glob("hs_*.safetensors")))
 
 
 def reported(out, **more):

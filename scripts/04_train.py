@@ -142,7 +142,7 @@ def main():
                    draft_vocab=vocab.identity(d2t), most_frequent_token=max(counts, key=counts.get))
     stage.finish(out, len(data.lengths), len(rows) - len(data.broken),
                  {"broken states": len(data.broken), "beyond --train-rows": len(data.lengths) - len(rows)}, steps=run.total,
-                 ranks=ranks.size, skipped_steps=run.skipped, best=run.best,
+                 tokens=sum(data.table["seq_len"]), ranks=ranks.size, skipped_steps=run.skipped, best=run.best,
                  last=trainer.last_row(out / "metrics.jsonl"), held_out=trainer.last_row(out / "validation.jsonl"))
 
 

@@ -52,11 +52,16 @@ def text_config(model):
 
 def layer_ids(model, chosen=None):
     """The three layers whose entering states the draft reads: [2, n/2, n-3] of n, or those chosen."""
-    n = text_config(model).num_hidden_layers
+    from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
+
+    n, kind = text_config(model).num_hidden_layers, text_config(model).model_type
+    if kind in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES:
+        raise Refused(f"{model}: {kind} scales its final norm by 1 + w, which speculators' EAGLE-3 does not know; its targets would be "
+                      "wrong without an error")
     ids = list(chosen or [2, n // 2, n - 3])
     if ids != sorted(set(ids)) or ids[0] < 1 or ids[-1] >= n:
         raise Refused(f"layer ids {ids} of {n} layers: wanted rising numbers from 1 to {n - 1}; name others with --layer-ids")
-    if ids[0] != 2 and text_config(model).model_type.startswith(("deepseek", "kimi", "glm4_moe_lite")):
-        raise Refused(f"layer ids {ids}: SGLang shifts the layers of {text_config(model).model_type} only if the first is 2, "
+    if ids[0] != 2 and kind.startswith(("deepseek", "kimi", "glm4_moe_lite")):
+        raise Refused(f"layer ids {ids}: SGLang shifts the layers of {kind} only if the first is 2, "
                       "so it would serve the draft with other ones")
     return ids

@@ -106,21 +106,23 @@ def remaining(stack, plan, known):
     return parts + [expected(known, name, total) for name, total in plan]
 
 
-def earlier(out, name):
-    """done.json of the newest run on this machine of stage `name` for the same target, beside `out`, or {}."""
-    if NAME not in STAGES:
-        return {}
-    above, below = (1 if n in STAGES[:3] else 2 for n in (NAME, name))  # RUNS/TARGET/DATA/03_extract, …/DATA/NAME/04_train
+def home(out):
+    """RUNS/TARGET of this stage's directory: RUNS/TARGET/DATA/03_extract, RUNS/TARGET/DATA/NAME/04_train."""
     parents = Path(out).absolute().parents
-    base = parents[min(above, len(parents) - 1)]
-    for path in sorted(base.glob("*/" * below + f"{name}/done.json"), key=lambda p: -p.stat().st_mtime):
+    return parents[min(1 if NAME in STAGES[:3] else 2, len(parents) - 1)]
+
+
+def earlier(homes, name, fits=lambda directory, done: True):
+    """(directory, done.json) of the newest run on this machine of stage `name` below the folders `homes`, or (None, {})."""
+    below = "*/" * (1 if name in STAGES[:3] else 2)
+    for path in sorted((p for h in homes for p in h.glob(f"{below}{name}/done.json")), key=lambda p: -p.stat().st_mtime):
         try:
             found = json.loads(path.read_text())
+            if found.get("host") == socket.gethostname() and fits(path.parent, found):
+                return path.parent, found
         except (OSError, ValueError):
             continue
-        if found.get("host") == socket.gethostname():
-            return found
-    return {}
+    return None, {}
 
 
 def later(out):
@@ -128,7 +130,7 @@ def later(out):
     asked = [GOALS.index(g) for g in os.environ.get("GOALS", "").split() if g in GOALS]
     if not asked or NAME not in STAGES:
         return None
-    records = [earlier(out, name) for name in STAGES[STAGES.index(NAME) + 1:max(asked) + 1]]
+    records = [earlier([home(out)], name)[1] for name in STAGES[STAGES.index(NAME) + 1:max(asked) + 1]]
     if not records or not all(records):
         return None
     # 05 asks its own prompts, whose number the data do not change

@@ -128,7 +128,7 @@ def start(out):
     _State.path = out / (f".rank-{RANK}.json" if RANK else "progress.json" if worker == "1" else f"progress-{worker}.json")
     own = read(out)
     _State.before, _State.spent = own.get("seconds", 0.0), own.get("phases", {})
-    _State.past = eta.earlier(out, NAME).get("phases", {})
+    _State.past = eta.earlier([eta.home(out)], NAME)[1].get("phases", {}) if NAME in STAGES else {}
     _State.later = eta.later(out)
     _State.thread = threading.Thread(target=_beat, daemon=True, name="heartbeat")
     _State.thread.start()

@@ -222,6 +222,8 @@ def finish(out, rows_in, rows_out, dropped, **summary):
     record = {"rows_in": rows_in, "rows_out": rows_out, "dropped": dropped, **summary,
               "seconds": round(progress.seconds(), 1), "phases": progress.phases(), "host": socket.gethostname(),
               "commit": commit(), "finished": time.strftime("%FT%T")}
+    if (plan := out.with_name(f"{out.name}.plan.json")).exists():  # as the user saw it before the run: truth / plan
+        record["of_plan"] = {k: round(record[k] / v, 3) for k, v in json.loads(plan.read_text()).items() if record.get(k)}
     os.sync()  # products that libraries wrote are on the disk before the file that says so
     progress.stop("done")
     write(out / "done.json", json.dumps(record, indent=1) + "\n")

@@ -21,11 +21,17 @@ import progress
 import stage
 from stage import Refused
 
+KEEP_FREE = float(os.environ.get("KEEP_FREE", 1)) * 1e9  # bytes of the states' disk
 QUARANTINE = "broken"  # files that were not what their record or their row says: kept for a look, made again
 
 
 def file_of(directory, row):
     return Path(directory) / f"hs_{row}.safetensors"
+
+
+def bytes_of(num_tokens, hidden_size, fp8):
+    """The size of a file, to a few bytes."""
+    return num_tokens * (8 + (4 + 4 * hidden_size if fp8 else 8 * hidden_size)) + 500
 
 
 def intact(path, ids, hidden_size):
@@ -120,9 +126,7 @@ class Store:
                     pass
 
     def bytes_of(self, num_tokens, fp8=None):
-        """The size of a file, to a few bytes."""
-        fp8 = self.fp8 if fp8 is None else fp8
-        return num_tokens * (8 + (4 + 4 * self.hidden_size if fp8 else 8 * self.hidden_size)) + 500
+        return bytes_of(num_tokens, self.hidden_size, self.fp8 if fp8 is None else fp8)
 
     def _note(self, record):
         self.records.setdefault(record["row"], set()).add((record["size"], record["xxh3"]))
@@ -200,19 +204,14 @@ class Head:
 
     def __init__(self, model):
         import torch
-        from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
         from speculators.utils.loading import load_model_layers
 
         import contract
 
-        config = contract.text_config(model)
-        if config.model_type in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES:
-            raise Refused(f"{model}: {config.model_type} scales its final norm by 1 + w, which speculators' EAGLE-3 does "
-                          "not know; its targets would be wrong without an error")
         weights = load_model_layers(["embed_tokens.weight", "lm_head.weight", "model.norm.weight"], str(model))
         self.norm = weights["model.norm.weight"].float()
         self.head = weights.get("lm_head.weight", weights.get("embed_tokens.weight")).float()
-        self.eps = config.rms_norm_eps
+        self.eps = contract.text_config(model).rms_norm_eps
         self.torch = torch
 
     def logits(self, states):

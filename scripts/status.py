@@ -71,6 +71,7 @@ def line(now, head):
         took = span(now["seconds"]) if "seconds" in now else "?"
         drops = f", dropped {sum(now['dropped'].values())}" if now.get("dropped") else ""
         facts = "".join(f"  {k} {now[k]}" for k in FACTS if k in now)
+        facts += "".join(f"  {v:.2f} of the planned {k}" for k, v in now.get("of_plan", {}).items())
         return f"done {finished}  {took}  {rows} rows{drops}{facts}  {commit}" + ("" if commit == head else f" (now {head})")
     parts = [now["state"] + (f" on {now['host']}" if now["host"] != socket.gethostname() else ""), now["phase"]]
     if now["total"]:

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ import stage
 from conftest import ROOT, STAGES
 
 ALL = ["01", "02", "03", "04", "05"]
+FINISH = 'case "$*" in *--out*) while [ "$1" != --out ]; do shift; done; mkdir -p "$2"; touch "$2/done.json";; esac\n'
 TARGETS = sorted(p for p in (ROOT / "env").glob("*.env") if p.name != "local.env")
 
 
 class Checkout:
-    """A copy of what make reads, on a machine that is set up; PYTHON is a program that notes its call and ends well."""
+    """A copy of what make reads, on a machine that is set up; PYTHON is a program that notes its call and ends well, but for
+    plan.py, which it runs."""
 
     def __init__(self, root, environment):
         self.root, self.environment, self.runs, self.called = root, environment, root / "tmp" / "runs", root / "called"
@@ -34,7 +37,8 @@ class Checkout:
         for tool in ("python", "python3", "pip", "nohup", "setsid"):  # whatever a recipe would start
             program = root / "bin" / tool
             program.parent.mkdir(exist_ok=True)
-            program.write_text(f'#!/bin/sh\necho "$0 $*" >> "{self.called}"\nenv >> "{self.called}"\n')
+            program.write_text(f'#!/bin/sh\n[ "$1" != scripts/plan.py ] || exec {sys.executable} -B "$@"\n'
+                               f'echo "$0 $*" >> "{self.called}"\nenv >> "{self.called}"\n')
             program.chmod(0o755)
 
     def make(self, *words, **environment):
@@ -174,8 +178,7 @@ def test_a_plan_that_cannot_be_made_does_not_say_nothing_to_do(checkout, words):
 
 def test_a_failed_stage_fails_make_and_stops_what_follows(checkout):
     program = checkout.root / "bin" / "python"
-    program.write_text(program.read_text() + 'case "$*" in *02_prepare.py*) exit 3;; esac\n'
-                       'while [ "$1" != --out ]; do shift; done; mkdir -p "$2"; touch "$2/done.json"\n')
+    program.write_text(program.read_text() + 'case "$*" in *02_prepare.py*) exit 3;; esac\n' + FINISH)
     result = checkout.make("all")
     assert result.returncode != 0
     assert re.findall(r"/python scripts/(\d\d)", checkout.called.read_text()) == ["01", "02"]
@@ -184,10 +187,27 @@ def test_a_failed_stage_fails_make_and_stops_what_follows(checkout):
 
 def test_parallel_make_runs_each_stage_once_and_in_order(checkout):
     program = checkout.root / "bin" / "python"
-    program.write_text(program.read_text() + 'while [ "$1" != --out ]; do shift; done; mkdir -p "$2"; touch "$2/done.json"\n')
+    program.write_text(program.read_text() + FINISH)
     result = checkout.make("-j4", "all", "train", "eval", "prepare")
     assert result.returncode == 0, result.stderr
     assert re.findall(r"/python scripts/(\d\d)", checkout.called.read_text()) == ALL
+
+
+def test_the_doctor_is_asked_before_the_first_stage_of_all_alone(checkout):
+    program = checkout.root / "bin" / "python"
+    program.write_text(program.read_text() + 'case "$*" in *doctor.py*) cat > "$0.asked"; exit 2;; esac\n' + FINISH)
+    called = lambda: re.findall(r"/python scripts/(\d\d|doctor)", checkout.called.read_text())
+    assert checkout.make("all").returncode != 0 and called() == ["doctor"] and not checkout.runs.exists()
+    assert re.findall(r"scripts/(\d\d)_", (checkout.root / "bin" / "python.asked").read_text()) == ALL
+    assert "doctor.py --keep" in checkout.called.read_text()
+    checkout.called.unlink()
+    checkout.make("doctor")
+    assert called() == ["doctor"] and "--keep" not in checkout.called.read_text()
+    checkout.called.unlink()
+    assert checkout.make("prepare").returncode == 0 and called() == ["01", "02"]
+    program.write_text(program.read_text().replace("exit 2", '[ "$FORCE" = 1 ]; exit'))
+    checkout.called.unlink()
+    assert checkout.make("-j4", "all", "FORCE=1").returncode == 0 and called() == ["doctor", *ALL]
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hs_connectors.fp8_utils import quantize_tensor_to_fp8
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
+import contract
 import states
 import tiny
 from stage import Refused
@@ -219,7 +220,7 @@ def test_a_target_whose_norm_gain_is_one_plus_w_is_refused_with_the_reason(tmp_p
     Gemma2Config(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
                  num_key_value_heads=1, head_dim=8).save_pretrained(tmp_path)
     with pytest.raises(Refused, match=r"gemma2.*1 \+ w"):
-        states.Head(tmp_path)
+        contract.layer_ids(tmp_path)
 
 
 def test_token_errors_are_relative_and_one_for_each_token_and_slot():
