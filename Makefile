@@ -43,14 +43,15 @@ export GOALS := $(or $(filter $(MAKECMDGOALS),generate prepare extract train eva
 ##@ Pipeline
 FIRST := $(if $(filter all,$(MAKECMDGOALS)),doctor)
 $(FIRST): | $(filter models/smollm2-135m,$(MODEL))
-GENERATE_FLAGS := API API_MODEL TEMPERATURE ANSWER_TOKENS QUESTION_TOKENS GENERATE_DTYPE
-PROMPT_FILE := $(filter-out self:%,$(PROMPTS))
-GENERATE := $(addprefix --prompts ,$(filter self:%,$(PROMPTS))) $(call flags,$(GENERATE_FLAGS))
+GENERATE_FLAGS := API API_MODEL ANSWERED_BY TEMPERATURE ANSWER_TOKENS QUESTION_TOKENS GENERATE_DTYPE REASONING PIN_PROVIDER \
+  EXTRA_BODY PRICES MAX_COST
+PROMPT_FILE := $(filter-out self:% hf:%,$(PROMPTS))
+GENERATE := $(addprefix --prompts ,$(filter self:% hf:%,$(PROMPTS))) $(call flags,$(GENERATE_FLAGS))
 generate: $(D)/01_generate/done.json  ## 01  let the target answer the prompts
 $(D)/01_generate/done.json: $(PROMPT_FILE) $(call changed,$(D)/01_generate,$(GENERATE)) | $(filter models/smollm2-135m,$(MODEL)) $(FIRST)
 	$(PYTHON) scripts/01_generate.py $(addprefix --prompts ,$(PROMPT_FILE)) --model $(MODEL) --out $(@D) $(GENERATE)
 
-PREPARE_FLAGS := MAX_SEQ_LEN LONG_ROWS TRAINED_TURNS REASONING MAX_DROPPED VAL_SHARE SPLIT_SEED
+PREPARE_FLAGS := MAX_SEQ_LEN LONG_ROWS TRAINED_TURNS TRAIN_REASONING MAX_DROPPED VAL_SHARE SPLIT_SEED
 PREPARE := $(call flags,$(PREPARE_FLAGS))
 prepare: $(D)/02_prepare/done.json  ## 02  token ids, loss mask, token counts
 $(D)/02_prepare/done.json: $(D)/01_generate/done.json $(call changed,$(D)/02_prepare,$(PREPARE))
@@ -75,11 +76,10 @@ eval: $(N)/05_eval/done.json  ## 05  acceptance length and speed-up, served by S
 $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EVAL)) | $(filter models/humaneval.jsonl,$(EVAL_PROMPTS))
 	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
 
-MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
+MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY RPM TPM DEADLINE WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
   TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW PROBE FORCE \
   SERVERS WORKER STAGING KEEP_FREE FSYNC VERIFY SHARD NNODES NODE_RANK RDZV LOGGER
-KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS INIT EVAL_PROMPTS $(MACHINE) \
-  $(GENERATE_FLAGS) $(PREPARE_FLAGS) $(EXTRACT_FLAGS) $(TRAIN_FLAGS) $(EVAL_FLAGS)
+KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS INIT EVAL_PROMPTS $(MACHINE) $(foreach s,GENERATE PREPARE EXTRACT TRAIN EVAL,$($s_FLAGS))
 # The settings on the command line; a word within a value, like the second of "--tp-size=4 --dp-size=2", is none.
 TYPED := $(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o))))
 TYPED := $(sort $(foreach v,$(TYPED),$(if $(filter command,$(origin $v)),$v)))

@@ -46,7 +46,7 @@ def arguments():
                    help="longer ones: drop them, cut them, or split them at turns (default drop)")
     p.add_argument("--trained-turns", choices=["all", "last"], default="all",
                    help="every answer of a conversation that the target gave, or the last one only (default all)")
-    p.add_argument("--reasoning", choices=["train", "mask"], default="train", help="train it, or read it only (default train)")
+    p.add_argument("--train-reasoning", choices=["yes", "no"], default="yes", help="no: it is read only (default yes)")
     p.add_argument("--max-dropped", type=float, default=0.2, help="fail if a larger share of rows is dropped (default 0.2)")
     p.add_argument("--val-share", type=float, default=0.1, help="share of conversations held out from training (default 0.1)")
     p.add_argument("--split-seed", type=int, default=0, help="another one holds out others (default 0)")
@@ -64,7 +64,7 @@ def main():
     end_ids = chat.end_of_turn_ids(tokenizer, args.model)
     config = contract.text_config(args.model)
     masker = chat.Masker(tokenizer, end_ids, min(args.max_seq_len, config.max_position_embeddings - 1),  # 03 asks for one more
-                         config.vocab_size, args.long_rows, args.trained_turns, args.reasoning)
+                         config.vocab_size, args.long_rows, args.trained_turns, args.train_reasoning == "yes")
     folders = shards.make(args, masker)
 
     progress.phase("joining the shards")

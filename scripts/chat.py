@@ -63,9 +63,12 @@ def question(row, where):
     messages = turns_of(row) if "prompt" not in row else [{"role": "user", "content": row["prompt"]}]
     if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
         messages = [m if "from" not in m else {"role": ROLES.get(m["from"], m["from"]), "content": m.get("value")} for m in messages]
-        while messages and messages[-1].get("role") == "assistant":
+        for role in (m.get("role") for m in messages):
+            if role not in ROLES.values():
+                raise Refused(f"{where}: role {role!r}, wanted one of {', '.join(sorted({*ROLES.values()}))}")
+        while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        content = messages[-1].get("content") if messages else None
+        content = messages[-1].get("content") if messages and messages[-1]["role"] in ("user", "tool") else None
         if isinstance(content, list) and content or isinstance(content, str) and content.strip():
             return messages
     raise Refused(f'{where}: wanted {{"messages": [...]}} that ask something, or {{"prompt": "..."}}')
@@ -134,9 +137,9 @@ class Masker:
     ids gives when it is rendered and tokenized again, of which `example` is the first that differs.
     """
 
-    def __init__(self, tokenizer, end_ids, limit=1 << 30, vocab_size=1 << 30, long_rows="drop", trained_turns="all", reasoning="train"):
+    def __init__(self, tokenizer, end_ids, limit=1 << 30, vocab_size=1 << 30, long_rows="drop", trained_turns="all", train_reasoning=True):
         self.tokenizer, self.end_ids, self.limit, self.vocab_size = tokenizer, end_ids, limit, vocab_size
-        self.long_rows, self.trained_turns, self.reasoning = long_rows, trained_turns, reasoning
+        self.long_rows, self.trained_turns, self.train_reasoning = long_rows, trained_turns, train_reasoning
         special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special} - {*REASONING, *REASONING.values()}
         self.control = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
         self.turns, self.retokenised, self.example, self.ids = Counter(), Counter(), "", {}
@@ -267,7 +270,7 @@ class Masker:
             raise Dropped("token beyond the target's vocabulary")
         if prompt[:2] == [self.tokenizer.bos_token_id] * 2:
             raise Dropped("two beginnings of text")
-        skipped = self._reasoning(prompt, answer) if self.reasoning == "mask" else 0
+        skipped = 0 if self.train_reasoning else self._reasoning(prompt, answer)
         if skipped == len(answer):
             raise Dropped("only reasoning")
         return [0] * skipped + [1] * (len(answer) - skipped)

@@ -33,7 +33,7 @@ from eta import STAGES
 GENERATE, PREPARE, EXTRACT, TRAIN, EVAL = STAGES
 PROBES = Path(tempfile.gettempdir()) / f"eaglet-probes-{os.getuid()}"
 FREE = {"model", "out", "answers", "tokens", "states", "draft", "init", "prompts", "eval-prompts", "lr", "warmup-ratio",
-        "weight-decay", "seed", "price-in", "price-out", "max-cost"}  # flags that tell where, or change no speed
+        "weight-decay", "seed", "prices", "max-cost"}  # flags that tell where, or change no speed
 FIGURES = {"tokens": round, "cost": "${:.2f}".format, "bytes": progress.size, "seconds": progress.span}
 
 
@@ -71,10 +71,16 @@ def scaled(amount, now, then):
 
 
 def count(prompts):
-    """How many: self:N, or the lines of a file; None where it is not there yet."""
+    """How many: self:N, or the rows of a file; None where that is not there yet, or on the hub."""
     if prompts.startswith("self:"):
         return int(prompts[5:])
-    return sum(1 for line in open(prompts, "rb") if line.strip()) if Path(prompts).exists() else None
+    if prompts.startswith("hf:") or not Path(prompts).exists():
+        return None
+    if prompts.endswith(".parquet"):
+        from pyarrow.parquet import read_metadata
+
+        return read_metadata(prompts).num_rows
+    return sum(1 for line in open(prompts, "rb") if line.strip())
 
 
 def estimate(commands):
@@ -88,8 +94,8 @@ def estimate(commands):
                              for k in ("rows_out", "cost", "prompt_tokens", "completion_tokens"))  # cost: as the API told
     tokens, held = (scaled(prepared.get(k), answers, prepared.get("rows_in")) for k in ("tokens", "val_samples"))
     asked = [held if n is None else n for n in map(count, commands.get(EVAL, {}).get("eval-prompts", "").split())]
-    if "price-in" in generate and None not in usage:
-        cost = sum(n * float(generate[price]) / 1e6 for n, price in zip(usage, ("price-in", "price-out")))
+    if "prices" in generate and None not in usage:
+        cost = sum(n * float(price) / 1e6 for n, price in zip(usage, generate["prices"].split(",")))
     figures = {GENERATE: {"cost": cost} if "api" in generate else {}, PREPARE: {"tokens": tokens},
                EXTRACT: {"bytes": bytes_of(tokens, commands.get(EXTRACT))}}
     counted = {GENERATE: prompts, PREPARE: answers, EXTRACT: tokens, TRAIN: tokens, EVAL: None if None in asked else asked}

@@ -35,11 +35,15 @@ class Reply:
     headers: dict = field(default_factory=dict)
     delay: float = 0.0                              # seconds before the answer
     close: bool = False                             # no answer: the port closes and every connection is cut
+    drip: float = 0.0                               # seconds between the bytes of the body
+    part: float = 1.0                               # share of the body that is sent before the connection is cut
 
 
-def answer(text="Yes, it is.", finish="stop", **choice):
-    return {"id": "1", "model": "served-model", "usage": {"completion_tokens": 4},
-            "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish, **choice}]}
+def answer(text="Yes, it is.", finish="stop", usage=None, reply=None, **message):
+    """A whole reply; `usage` and `reply` are added to its usage and to itself, `message` to what the assistant says."""
+    return {"id": "1", "model": "named-0428", "usage": {"completion_tokens": 4, **(usage or {})},
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}],
+            **(reply or {})}
 
 
 def error_in_200(code):
@@ -63,6 +67,7 @@ class Server:
         self.now, self.most = 0, 0                  # requests being answered, and the most at one time
         self.http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self.http.daemon_threads, self.http.block_on_close = True, False
+        self.http.handle_error = lambda *connection: None  # clients are killed here
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
 
     def __enter__(self):
@@ -149,7 +154,11 @@ class Server:
                     for name, value in {"Content-Type": "application/json", "Content-Length": len(data), **reply.headers}.items():
                         self.send_header(name, value)
                     self.end_headers()
-                    self.wfile.write(data)
+                    for piece in (data[k:k + 1] for k in range(len(data))) if reply.drip else [data[:int(reply.part * len(data))]]:
+                        self.wfile.write(piece)
+                        time.sleep(reply.drip)
+                    if reply.part < 1:
+                        self.close_connection = True
                 except OSError:  # the client was killed
                     self.close_connection = True
 

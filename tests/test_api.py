@@ -117,6 +117,30 @@ def test_no_items_give_no_results():
     assert list(api.each(str, [], 4)) == []
 
 
+def test_post_tries_again_by_itself_and_tells_one_requests_fault_from_the_servers():
+    with Server(lambda n, body: {1: 503, 2: well(n, body), 3: 400, 4: 401}[n]) as server:
+        client = api.Api(server.url)
+        ask = {"messages": [{"role": "user", "content": "a?"}]}
+        assert client.post("/chat/completions", ask)["choices"][0]["message"]["content"] == "the answer to a?"
+        with pytest.raises(api.Rejected, match="http 400: this is error 400"):
+            client.post("/chat/completions", ask)
+        with pytest.raises(stage.Refused, match="answered 401"):
+            client.post("/chat/completions", ask)
+
+
+def test_what_ended_the_work_is_raised_also_when_it_was_the_last_item():
+    def work(item):
+        if item == 2:
+            raise stage.Refused("the third")
+        return item
+
+    found = []
+    with pytest.raises(stage.Refused, match="the third"):
+        for item in api.each(work, range(3), 1):
+            found.append(item)
+    assert found == [0, 1]
+
+
 @pytest.mark.parametrize("url", ["https://user:secret@host:8000/v1", "https://secret@host:8000/v1", "https://host:8000/v1?key=secret"])
 def test_a_url_is_shown_without_its_credentials(url):
     assert api.strip_credentials(url) == "https://host:8000/v1"
@@ -163,7 +187,7 @@ def test_a_clean_run_stores_every_answer_and_shows_the_key_to_no_one_but_the_ser
     for r in rows:
         asked = f"question {r['id'][1:]}?"
         assert r["messages"] == [{"role": "user", "content": asked}, {"role": "assistant", "content": f"the answer to {asked}"}]
-        assert (r["finish_reason"], r["model"], r["temperature"], r["usage"]) == ("stop", "served-model", 0.7, {"completion_tokens": 4})
+        assert (r["finish_reason"], r["model"], r["temperature"], r["usage"]) == ("stop", "named-0428", 0.7, {"completion_tokens": 4})
     done = stage.done(out)
     assert (done["rows_in"], done["rows_out"], done["dropped"]) == (20, 20, {})
 
@@ -178,7 +202,7 @@ def misbehave(n, body):
         return first[number]
     return {5: error_in_200(400), 6: {"choices": []}, 7: {"choices": None}, 8: answer(""), 9: answer(None), 10: answer(" \n"),
             11: answer(LOOP), 12: answer("cut in the", "length"), 13: 400, 14: 404,
-            15: answer("", "length", message={"content": "", "reasoning_content": "long thoughts"}), 16: answer("a\u2028b\x85c\x0bd"),
+            15: answer("", "length", reasoning_content="long thoughts"), 16: answer("a\u2028b\x85c\x0bd"),
             }.get(number) or well(n, body)
 
 
@@ -427,7 +451,7 @@ def test_tools_reasoning_and_tool_calls_reach_the_rows(generate, tmp_path):
     said = {"role": "assistant", "content": None, "reasoning_content": "I must look.", "tool_calls": [call]}
     prompt = {"id": "a", "messages": [{"role": "user", "content": "one?"}], "tools": tools, "chat_template_kwargs": {"enable_thinking": True},
               "source": "web"}
-    with Server(lambda n, body: answer(finish="tool_calls", message=said)) as server:
+    with Server(lambda n, body: answer(None, "tool_calls", reasoning_content="I must look.", tool_calls=[call])) as server:
         code, printed = run("01_generate.py", *generate(server, written(tmp_path / "tools.jsonl", [prompt])))
         assert code == 0, printed
         body = server.requests[-1][2]
@@ -450,7 +474,9 @@ def test_an_answer_at_the_end_of_a_prompt_is_made_anew(generate, tmp_path):
             {"role": "assistant", "content": "old too"}]
     with Server(well) as server:
         assert run("01_generate.py", *generate(server, written(tmp_path / "talk.jsonl", [{"id": "t", "messages": talk}])))[0] == 0
-    assert read(tmp_path / "01")[0]["messages"] == [*talk[:3], {"role": "assistant", "content": "the answer to two?"}]
+    assert read(tmp_path / "01")[0]["messages"] == [
+        talk[0], {"role": "assistant", "content": "the answer to one?", "finish_reason": "stop"},
+        talk[2], {"role": "assistant", "content": "the answer to two?"}]
 
 
 def test_number_ids_are_kept_and_zero_is_one(generate, tmp_path):

@@ -226,7 +226,7 @@ def test_reasoning_is_trained_or_left_out_by_a_switch(family, answers):
     thoughts = [f"<think>\n{t}\n</think>" for t in "ab"]
     first, second = made(family("qwen3"), conversation)[0]
     assert trained(first) == [f"{thoughts[0]}\n\none<|im_end|>"] and trained(second) == [f"{thoughts[1]}\n\ntwo<|im_end|>"]
-    first, second = made(family("qwen3"), conversation, reasoning="mask")[0]
+    first, second = made(family("qwen3"), conversation, train_reasoning=False)[0]
     assert trained(first) == ["\n\none<|im_end|>"] and thoughts[0] in first      # still read, as the server did
     assert trained(second) == ["\n\ntwo<|im_end|>"] and thoughts[1] in second and thoughts[0] not in second
 
@@ -243,7 +243,7 @@ def test_thinking_that_only_the_template_adds_is_not_trained(family):
 def test_an_answer_that_was_cut_while_thinking_is_all_reasoning(family):
     tokenizer, ends = family("chatml")
     cut = row("Q", "<think>on and on", finish_reason="length")
-    assert made((tokenizer, ends), cut, reasoning="mask") == ["only reasoning"] and trained(made((tokenizer, ends), cut)[0][0])
+    assert made((tokenizer, ends), cut, train_reasoning=False) == ["only reasoning"] and trained(made((tokenizer, ends), cut)[0][0])
 
 
 @pytest.mark.parametrize("name", sorted(set(PLAIN) - {"qwen3"}))
@@ -262,7 +262,7 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type":
 def test_tool_calls_are_trained_and_their_results_are_not(family, name, wanted):
     asked = {"role": "user", "content": "Weather?"}, CALL, {"role": "tool", "content": "21 degrees"}, {"role": "assistant", "content": "Warm."}
     think = [{**m, "reasoning_content": "hm"} if m["role"] == "assistant" and name == "qwen3" else m for m in asked]
-    samples, = made(family(name), {"messages": think, "tools": [{"type": "function", "function": {"name": "look_up"}}]}, reasoning="mask")
+    samples, = made(family(name), {"messages": think, "tools": [{"type": "function", "function": {"name": "look_up"}}]}, train_reasoning=False)
     found = [t.replace("\n\n", "") for sample in samples for t in trained(sample)]
     assert found == wanted and "21 degrees" in samples[-1]
     assert ('{"type": "function"' in samples[0]) == (name == "qwen3")  # kimi.jinja lists no tools
@@ -462,9 +462,9 @@ ROWS = st.fixed_dictionaries({"messages": SOUND | st.lists(MESSAGES | JUNK, max_
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rows=st.lists(ROWS, max_size=4), name=st.sampled_from(sorted(FAMILIES)), limit=st.sampled_from([90, 10000]),
-       long_rows=st.sampled_from(["drop", "cut", "split"]), turns=st.sampled_from(["all", "last"]), reasoning=st.sampled_from(["train", "mask"]))
-def test_whatever_a_row_holds_it_gives_samples_or_one_named_reason(family, rows, name, limit, long_rows, turns, reasoning):
-    found = list(chat.Masker(*family(name), limit=limit, long_rows=long_rows, trained_turns=turns, reasoning=reasoning)(rows))
+       long_rows=st.sampled_from(["drop", "cut", "split"]), turns=st.sampled_from(["all", "last"]), thinks=st.booleans())
+def test_whatever_a_row_holds_it_gives_samples_or_one_named_reason(family, rows, name, limit, long_rows, turns, thinks):
+    found = list(chat.Masker(*family(name), limit=limit, long_rows=long_rows, trained_turns=turns, train_reasoning=thinks)(rows))
     assert len(found) == len(rows)
     for samples in found:
         if isinstance(samples, str):

@@ -124,7 +124,7 @@ def test_dollars_by_prices_given_or_as_the_api_told(history, commands, tiny):
     directory = history[STAGES[0]].parent.with_name("by-api") / STAGES[0]
     record(directory, given[STAGES[0]], tiny, seconds=1, phases={"answering": [1, 64, 1]}, **spent)
     assert plan.estimate(given)[STAGES[0]]["cost"] is None
-    priced = given | {STAGES[0]: given[STAGES[0]] | {"price-in": "10", "price-out": "20"}}
+    priced = given | {STAGES[0]: given[STAGES[0]] | {"prices": "10,20"}}
     assert plan.estimate(priced)[STAGES[0]]["cost"] == pytest.approx((640 * 30 * 10 + 600 * 50 * 20) / 1e6)
     done = directory / "done.json"
     done.write_text(json.dumps(json.loads(done.read_text()) | {"cost": 0.4}))
