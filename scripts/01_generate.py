@@ -105,7 +105,8 @@ def main():
             api = Api(url + "/v1", pace=Pace(in_flight()))
         if opening:
             prompts.invent(api, name, opening, wanted, args.question_tokens, out)
-        stage.finish(out, **answer(api, name, args, out, money))
+        counts = answer(api, name, args, out, money)
+    stage.finish(out, **counts)
 
 
 def lines(path):
