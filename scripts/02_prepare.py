@@ -106,7 +106,8 @@ def main():
     vocab.draw_coverage(curves, out / "coverage.png")
     special = {t for t, token in tokenizer.added_tokens_decoder.items() if token.special and (t in counts or t in held)}
     contract.write(out, target=stage.model_identity(args.model), tokenizer=contract.tokenizer_hash(args.model),
-                   chat_template=chat.template_hash(tokenizer), end_of_turn_ids=sorted(end_ids), special_ids=sorted(special | end_ids))
+                   chat_template=chat.template_hash(tokenizer), chat_template_kwargs=json.loads(tally["modes"].most_common(1)[0][0]),
+                   end_of_turn_ids=sorted(end_ids), special_ids=sorted(special | end_ids))
     report(args, tally, tokenizer, data)
     stage.finish(out, rows["in"], rows["out"], dropped, samples=len(data), train_samples=rows["train"], val_samples=rows["val"],
                  tokens=rows["tokens"], trained_tokens=rows["trained"], distinct_tokens=len(counts),
@@ -171,6 +172,7 @@ def prepare(folder, offset, first, lines):
                 column.append(value)
             trained["val" if split == "val" else f"train {row.get('source', 'no source')}"].append(ids[mask == 1])
             tally["rows"].update({"tokens": len(ids), "trained": int(mask.sum())})
+        tally["modes"][json.dumps(row.get("chat_template_kwargs") or {}, sort_keys=True)] += 1
         asked = chat.conversation(row)[:-1]
         if split == "val" and asked and asked[-1]["content"].strip():
             held.append({"id": row["id"], "messages": asked, **{k: row[k] for k in chat.ASKED_WITH if k in row}})

@@ -2,6 +2,7 @@
 
 The key comes from the environment (API_KEY) and goes into the Authorization header, nowhere else.
 """
+import json
 import os
 import random
 import threading
@@ -56,6 +57,22 @@ class Api:
             if attempt + 1 < self.tries:
                 stage.pause(wait_s)
         raise Refused(f"{strip_credentials(self.url)} failed {self.tries} times in a row for one request, last with {problem}")
+
+    def stream(self, path, body):
+        """(seconds to the first event, to the last, its JSON) of a streamed reply; Rejected if it fails, since what is timed
+        is not asked twice."""
+        began, first, last = time.monotonic(), None, b""
+        try:
+            with self._session().post(self.url + path, json=body, timeout=self.timeout, stream=True) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith(b"data: {"):
+                        first, last = first or time.monotonic() - began, line
+        except requests.RequestException as failure:
+            raise Rejected(type(failure).__name__) from None
+        answer = json.loads(last[6:] or b"{}")
+        if not last or "error" in answer:
+            raise Rejected(f"http {reply.status_code}" if not last else str(answer["error"])[:100])
+        return first, time.monotonic() - began, answer
 
     def get(self, path):
         """The JSON of a GET."""
