@@ -36,6 +36,7 @@ import questions
 import report
 import stage
 import walk
+from sglang_server import device
 from stage import Refused
 
 MAIN = "3-1-4"  # steps, top-k, draft tokens: what acceptance is measured with
@@ -82,9 +83,9 @@ def main():
     progress.phase("loading the draft as the engine does")
     served = export.adopt(args.draft, out / "sglang", args.model, made.get("layer_ids"))
     wrong = loadable.wrong_in(served)
-    if isinstance(wrong, dict) and wrong[str(served)]:
-        raise Refused(f"SGLang can't serve {served} rightly: {'; '.join(wrong[str(served)][:6])}")
-    loaded = wrong if isinstance(wrong, str) else "every weight has its place"
+    if isinstance(wrong, list) and wrong:
+        raise Refused(f"SGLang would not load {served} as it is: {'; '.join(wrong[:6])}")
+    loaded = wrong or "every weight has its place"
     progress.log(f"the engine's own loader on {served}: {loaded}")
 
     names = [*dict.fromkeys([MAIN, *args.sweep]), "plain"]
@@ -98,11 +99,10 @@ def main():
         against = passes[MAIN][-1]["levels"][str(most)]["rows"] if name == "plain" else None
         passes[name].append(measure.one_pass(path, prompts, args, served, None if name == "plain" else name, against))
     results = measure.summarize(prompts, passes, MAIN, args)
-    results["walked"] = walk.drafts(args, served, made, prompts, passes["plain"][-1]["levels"][str(most)]["rows"])
+    results["walked"] = walk.drafts(args, made, prompts, passes["plain"][-1]["levels"][str(most)]["rows"])
+    stage.write(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in results.pop("rows")))
     results |= {"overlap": overlap, "settings": settings(args, mode, loaded), "run": report.gather(args)}
     stage.write(out / "results.json", json.dumps(results, indent=1) + "\n")
-    rows = [{"set": p["set"], "id": p["id"], **row} for p, row in zip(prompts, results.pop("rows"))]
-    stage.write(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     report.write(out)
     for name, r in {"all": results, **results["sets"]}.items():
         progress.log(f"{name}: acceptance length {r['acceptance_length']} ({r['interval'][0]} to {r['interval'][1]})  speed-up "
@@ -117,7 +117,7 @@ def settings(args, mode, loaded):
     steps, top_k, tokens = map(int, MAIN.split("-"))
     return {"steps": steps, "top_k": top_k, "draft_tokens": tokens, "sampling": {**measure.SAMPLING, "max_new_tokens": args.eval_tokens},
             "dtype": args.eval_dtype, "concurrency": args.eval_concurrency, "rounds": args.eval_rounds, "rows": args.eval_rows,
-            "engine": f"sglang {version('sglang')}", "device": measure.device_name(), "target": stage.model_identity(args.model),
+            "engine": f"sglang {version('sglang')}", "device": device(), "target": stage.model_identity(args.model),
             "chat_template_kwargs": mode, "sets": {path.stem: stage.identity(path) for path in args.eval_prompts},
             "model": shown(args.model), "draft": shown(args.draft), "draft_identity": stage.identity(args.draft), "loader": loaded}
 

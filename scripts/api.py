@@ -59,9 +59,8 @@ class Api:
         raise Refused(f"{strip_credentials(self.url)} failed {self.tries} times in a row for one request, last with {problem}")
 
     def stream(self, path, body):
-        """(seconds to the first event, to the last, its JSON) of a streamed reply; Rejected if it fails, since what is timed
-        is not asked twice."""
-        began, first, last = time.monotonic(), None, b""
+        """(seconds to the first event, to the last, its JSON) of a streamed reply; Rejected if it fails: what is timed is asked once."""
+        began, first, last = time.monotonic(), None, b"data: {}"
         try:
             with self._session().post(self.url + path, json=body, timeout=self.timeout, stream=True) as reply:
                 for line in reply.iter_lines():
@@ -69,9 +68,9 @@ class Api:
                         first, last = first or time.monotonic() - began, line
         except requests.RequestException as failure:
             raise Rejected(type(failure).__name__) from None
-        answer = json.loads(last[6:] or b"{}")
-        if not last or "error" in answer:
-            raise Rejected(f"http {reply.status_code}" if not last else str(answer["error"])[:100])
+        answer = json.loads(last[6:])
+        if not answer or "error" in answer:
+            raise Rejected(str(answer.get("error", f"http {reply.status_code}"))[:100])
         return first, time.monotonic() - began, answer
 
     def get(self, path):

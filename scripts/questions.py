@@ -1,7 +1,4 @@
-"""Prompts to evaluate on: files of questions, rendered as the target was asked in training, and whether it was trained on them."""
-import json
-from os.path import commonprefix
-
+"""Prompts to evaluate on: rendered as the target was asked in training, and whether the draft was trained on them."""
 import chat
 import progress
 import stage
@@ -15,8 +12,8 @@ def load(path, tokenizer, limit, mode):
     """[{set, id, ids}] of the first `limit` questions of a file; mode: the chat_template_kwargs of those that bring none."""
     found = []
     for number, row in read(path):
+        asked_with = {"chat_template_kwargs": mode, **{k: row[k] for k in chat.ASKED_WITH if k in row}}
         try:
-            asked_with = {"chat_template_kwargs": mode, **{k: row[k] for k in chat.ASKED_WITH if k in row}}
             ids = chat.render(tokenizer, chat.question(row, f"{path} line {number}"), answer_next=True, **asked_with)
         except chat.Dropped as reason:
             raise Refused(f"{path} line {number}: {reason}") from None
@@ -29,33 +26,25 @@ def load(path, tokenizer, limit, mode):
 
 
 def seen(prompts, tokens):
-    """(numbers of the prompts that a training row of 02's directory `tokens` begins with, numbers of others of whose 13-grams
-    half or more stand in training rows).  The template's own words, which all prompts share, count for nothing."""
+    """Numbers of the prompts all of whose 13-grams stand in the training rows of 02's directory, and of others half of whose
+    own do: without those that all prompts share, which are the template's."""
     import numpy
     from datasets import load_from_disk
 
     weights = numpy.random.default_rng(0).integers(1, 1 << 63, GRAM, dtype=numpy.uint64)
 
     def grams(ids):
-        ids = numpy.asarray(ids, dtype=numpy.uint64)
-        return numpy.lib.stride_tricks.sliding_window_view(ids, GRAM) @ weights if len(ids) >= GRAM else weights[:0]
+        ids = numpy.array([*ids, *[0] * (GRAM - len(ids))], dtype=numpy.uint64)
+        return numpy.lib.stride_tricks.sliding_window_view(ids, GRAM) @ weights
 
-    head, tail = (len(commonprefix([p["ids"][::way] for p in prompts])) for way in (1, -1))
-    own = [numpy.unique(grams(p["ids"][head:len(p["ids"]) - tail])) for p in prompts]
-    wanted, found, same = numpy.concatenate(own), [], set()
-    begins = {len(p["ids"]): {} for p in prompts}
-    for i, p in enumerate(prompts):
-        begins[len(p["ids"])].setdefault(json.dumps(p["ids"]), []).append(i)
+    own, found = [set(grams(p["ids"]).tolist()) for p in prompts], set()
+    wanted, shared = set.union(*own), set.intersection(*own) if len(own) > 1 else set()
     rows = load_from_disk(tokens / "dataset").with_format(None)
     progress.phase("comparing the prompts with the training rows", len(rows), "row")
     for row in rows:
         stage.check_stop()
         progress.advance()
         if row["split"] == "train":
-            ids = row["input_ids"]
-            for length, known in begins.items():
-                same.update(known.get(json.dumps(ids[:length]), ()) if length < len(ids) else ())
-            found.append(numpy.intersect1d(grams(ids), wanted))
-    found = numpy.unique(numpy.concatenate([*found, weights[:0]]))
-    near = {i for i, g in enumerate(own) if len(g) and numpy.isin(g, found).mean() >= 0.5}
-    return sorted(same), sorted(near - same)
+            found.update(wanted.intersection(grams(row["input_ids"]).tolist()))
+    same = [i for i, g in enumerate(own) if g <= found]
+    return same, [i for i, g in enumerate(own) if i not in same and 2 * len((g - shared) & found) >= len(g - shared)]

@@ -100,7 +100,7 @@ def start_from(draft, directory, d2t):
         elif not wrong:
             parameter.data.copy_(value)
     if wrong:
-        raise Refused(f"{directory} is not a draft of this making: {'; '.join(wrong[:6])}")
+        raise Refused(f"--init {directory} is not a draft of this making: {'; '.join(wrong[:6])}")
 
 
 def load_draft(directory, model):
@@ -114,26 +114,6 @@ def load_draft(directory, model):
     if draft.d2t is None:  # a draft that knows the target's whole vocabulary
         draft.d2t, draft.t2d = torch.zeros(config.draft_vocab_size, dtype=torch.long), torch.ones(config.draft_vocab_size, dtype=torch.bool)
     return draft
-
-
-def load_served(directory, model):
-    """A draft in SGLang's layout as speculators runs it; Refused if speculators has no such model for this target."""
-    from safetensors.torch import load_file
-
-    config, weights = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
-    size = config["draft_vocab_size"]
-    d2t = weights.get("d2t", torch.zeros(size, dtype=torch.long)).long()
-    t2d = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill(0, torch.arange(size) + d2t, True)
-    draft = build_draft(model, [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]], d2t, t2d, 3,
-                        norms="3.1" if config.get("fc_norm") else "3", layers=config["num_hidden_layers"], lm_head="trained")
-    start_from(draft, directory, d2t)
-    from transformers import AutoConfig
-
-    theirs, ours = AutoConfig.from_pretrained(directory), draft.config.transformer_layer_config
-    for name in ("rope_parameters", "rms_norm_eps", "num_attention_heads", "hidden_act"):
-        if getattr(theirs, name) != getattr(ours, name):
-            raise Refused(f"{name} {getattr(theirs, name)}, here {getattr(ours, name)}")
-    return draft.eval()
 
 
 def unroll(draft, ids, aux, steps):

@@ -49,8 +49,7 @@ def by_position(accepted, steps=3):
 
 def conditional(accepted, steps=3):
     """Share of verifications that accepted proposal 1, 2 .. `steps`, of those that accepted the ones before it."""
-    pairs = list(accepted.items() if isinstance(accepted, dict) else enumerate(accepted))
-    reached = [sum(n for a, n in pairs if a >= k) for k in range(steps + 1)]
+    reached = [1.0, *by_position(accepted, steps)]
     return [round(b / a, 4) if a else 0.0 for a, b in zip(reached, reached[1:])]
 
 
@@ -68,9 +67,9 @@ def interval(prompts, sets=None, draws=2000):
     return [round(float(q), 3) for q in numpy.quantile(lengths, [0.025, 0.975])]
 
 
-def drafts(args, served, made, prompts, plain):
+def drafts(args, made, prompts, plain):
     """Acceptance lengths on the greedy answers, by set, of: the trainer's model, an untrained one, the most frequent token; or
-    why none was computed."""
+    why there are none."""
     import torch
 
     import progress
@@ -79,27 +78,22 @@ def drafts(args, served, made, prompts, plain):
     import trainer
 
     device = states.reference_device(args.model)
-    if not device:
-        return "not run: the target does not fit in this machine's memory twice"
+    if not device or not made:
+        return "this draft was not made by 04_train" if device else "the target does not fit in this machine's memory twice"
     progress.phase("loading the target in transformers")
-    target, answers = states.reference(args.model, torch.float32, device), [(p, row) for p, row in zip(prompts, plain) if "ids" in row]
-    try:
-        trained = (trainer.load_draft(args.draft / "draft", args.model) if made else trainer.load_served(served, args.model)).to(device)
-    except stage.Refused as error:
-        return f"not run: the trainer's model can't be given these weights ({error})"
-    layers = list(trained.config.eagle_aux_hidden_state_layer_ids)
-    untrained = trainer.build_draft(args.model, layers, trained.d2t.cpu(), trained.t2d.cpu(), 3, attention="sdpa")
+    target = states.reference(args.model, torch.float32, device)
+    trained = trainer.load_draft(args.draft / "draft", args.model).to(device)
+    untrained = trainer.build_draft(args.model, made["layer_ids"], trained.d2t.cpu(), trained.t2d.cpu(), 3, attention="sdpa")
     known = {"trained": trained, "untrained": untrained.to(device).eval()}
-    frequent = made.get("most_frequent_token", Counter(t for _, row in answers for t in row["ids"]).most_common(1)[0][0])
     accepted = {draft: {p["set"]: Counter() for p in prompts} for draft in (*known, "most_frequent_token")}
-    progress.phase("walking the answers with the trainer's model", len(answers), "prompt")
-    for prompt, row in answers:
+    progress.phase("walking the answers with the trainer's model", len(prompts), "prompt")
+    for prompt, row in zip(prompts, plain):
         stage.check_stop()
-        ids = prompt["ids"] + row["ids"]
-        aux = target(ids, layers)[:, :3].flatten(1)
+        ids = prompt["ids"] + row.get("ids", [])
+        aux = target(ids, made["layer_ids"])[:, :3].flatten(1)
         proposals = {name: [(step + trained.d2t[step]).tolist() for step in
                             trainer.unroll(draft, torch.tensor(ids, device=device), aux, 3)] for name, draft in known.items()}
-        proposals["most_frequent_token"] = [[frequent] * len(ids)] * 3
+        proposals["most_frequent_token"] = [[made["most_frequent_token"]] * len(ids)] * 3
         for name, proposed in proposals.items():
             accepted[name][prompt["set"]] += walk(proposed, ids, len(prompt["ids"]))
         progress.advance()
