@@ -11,8 +11,7 @@
 SHELL       := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.DELETE_ON_ERROR:
-.SUFFIXES:
+.DELETE_ON_ERROR .SUFFIXES:
 MAKEFLAGS   += --no-builtin-rules
 
 TARGET := smollm2-135m
@@ -132,10 +131,8 @@ setup: .venv/$(DEVICE)  ## make .venv for this machine (DEVICE=cpu|cuda) and pat
 	touch $@
 patch:  ## apply the hidden-states patch to the installed SGLang
 	$(PYTHON) patches/apply.py
-models/smollm2-135m:
-	$(PYTHON) scripts/embedded.py smollm2 $@
-$(SETS):
-	$(PYTHON) scripts/embedded.py $(basename $(@F)) $@
+models/smollm2-135m $(SETS):
+	$(PYTHON) scripts/embedded.py $(subst -135m,,$(basename $(@F))) $@
 # Two files of tests at a time, each process on one core: SGLang's threads that wait for each other's core stop it dead.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 --dist loadfile
 test: setup models/smollm2-135m  ## everything that a CPU can test

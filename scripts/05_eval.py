@@ -101,7 +101,13 @@ def main():
     results = measure.summarize(prompts, passes, MAIN, args)
     results["walked"] = walk.drafts(args, made, prompts, passes["plain"][-1]["levels"][str(most)]["rows"])
     stage.write(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in results.pop("rows")))
-    results |= {"overlap": overlap, "settings": settings(args, mode, loaded), "run": report.gather(args)}
+    steps, top_k, tokens = map(int, MAIN.split("-"))
+    results |= {"overlap": overlap, "run": report.gather(args), "settings": {
+        "steps": steps, "top_k": top_k, "draft_tokens": tokens, "sampling": {**measure.SAMPLING, "max_new_tokens": args.eval_tokens},
+        "dtype": args.eval_dtype, "engine": f"sglang {version('sglang')}", "device": device(), "target": stage.model_identity(args.model),
+        "chat_template_kwargs": mode, "rows": args.eval_rows, "sets": {path.stem: stage.identity(path) for path in args.eval_prompts},
+        "concurrency": args.eval_concurrency, "rounds": args.eval_rounds, "draft_identity": stage.identity(args.draft), "loader": loaded,
+        **{name: str(Path(*path.parts[-2:]) if path.is_absolute() else path) for name, path in (("model", args.model), ("draft", served))}}}
     stage.write(out / "results.json", json.dumps(results, indent=1) + "\n")
     report.write(out)
     for name, r in {"all": results, **results["sets"]}.items():
@@ -110,21 +116,6 @@ def main():
     agree(results)
     stage.finish(out, asked, results["prompts"], {"in the training rows": len(same), "failed": len(prompts) - results["prompts"]},
                  acceptance_length=results["acceptance_length"], speedup=results["speedup"])
-
-
-def settings(args, mode, loaded):
-    """All that a comparison must have in common, and how it was made."""
-    steps, top_k, tokens = map(int, MAIN.split("-"))
-    return {"steps": steps, "top_k": top_k, "draft_tokens": tokens, "sampling": {**measure.SAMPLING, "max_new_tokens": args.eval_tokens},
-            "dtype": args.eval_dtype, "concurrency": args.eval_concurrency, "rounds": args.eval_rounds, "rows": args.eval_rows,
-            "engine": f"sglang {version('sglang')}", "device": device(), "target": stage.model_identity(args.model),
-            "chat_template_kwargs": mode, "sets": {path.stem: stage.identity(path) for path in args.eval_prompts},
-            "model": shown(args.model), "draft": shown(args.draft), "draft_identity": stage.identity(args.draft), "loader": loaded}
-
-
-def shown(path):
-    """A path as typed, without the part that only this machine has."""
-    return path.name if path.is_absolute() else str(path)
 
 
 def agree(results):

@@ -30,11 +30,9 @@ def look(directory):
     from sglang.srt.runtime_context import get_context, get_parallel
     from transformers import AutoConfig
 
-    alone = SimpleNamespace(world_size=1, is_first_rank=True, is_last_rank=True)
-    if hasattr(engine, "get_pp_group"):  # 0.5.16
-        engine.get_pp_group = lambda: alone
+    config, wrong, alone = AutoConfig.from_pretrained(directory), [], SimpleNamespace(world_size=1, is_first_rank=True, is_last_rank=True)
+    engine.get_pp_group = lambda: alone  # where 0.5.16 looks for it
     one = {f"{name}_{what}": value for name in ("tp", "pp", "attn_tp", "attn_dp", "attn_cp") for what, value in (("rank", 0), ("size", 1))}
-    config, wrong = AutoConfig.from_pretrained(directory), []
     with get_context().override_server_args(), get_parallel().override(**one, pp_group=alone), torch.no_grad():
         draft = engine.LlamaForCausalLMEagle3(config).float()
         own = {name: p.fill_(float("nan")) for name, p in draft.named_parameters() if "embed_tokens" not in name}  # the target's
@@ -51,10 +49,8 @@ def look(directory):
             if name != "d2t" and left == empty:
                 wrong.append(f"{name} {list(value.shape)} would be dropped")
             empty = left
-        for name, p in own.items():  # but for the rows that fill a vocabulary up
-            if p[:config.draft_vocab_size if name == "lm_head.weight" else None].isnan().any():
-                wrong.append(f"{name} {list(p.shape)} would stay unfilled")
-    return wrong
+    return wrong + [f"{name} {list(p.shape)} would stay unfilled" for name, p in own.items()  # but for rows that fill a vocabulary up
+                    if p[:config.draft_vocab_size if name == "lm_head.weight" else None].isnan().any()]
 
 
 if __name__ == "__main__":

@@ -74,10 +74,9 @@ def ask(api, ids, tokens, **more):
 
 def check(rows, most, path):
     """Refuse a pass of which more than the share `most` has failed: what is left would be another set of prompts."""
-    asked = [row for row in rows if row]
-    failed = [row["failed"] for row in asked if "failed" in row]
-    if len(failed) > most * len(asked):
-        raise Refused(f"{path.stem}: {len(failed)} of {len(asked)} requests failed, more than --max-failed {most:g}; e.g. {failed[0]}")
+    failed, asked = [row["failed"] for row in rows if row and "failed" in row], sum(map(bool, rows))
+    if len(failed) > most * asked:
+        raise Refused(f"{path.stem}: {len(failed)} of {asked} requests failed, more than --max-failed {most:g}; e.g. {failed[0]}")
 
 
 def difference(api, prompt, plain, drafted):

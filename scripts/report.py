@@ -15,6 +15,7 @@ from pathlib import Path
 
 import stage
 from jsonl import read
+from sglang_server import draft_flags
 
 NAMES = {"trained": "the trainer's model", "untrained": "an untrained draft", "most_frequent_token": "the most frequent token, always"}
 DRAFT = ("draft", "draft_identity", "loader", "model", "concurrency", "rounds")  # what two evaluations may differ in
@@ -39,8 +40,7 @@ def write(out):
     stage.write(out / "report.html", "<!doctype html><meta charset=utf-8><title>Draft evaluation</title><style>body{font:16px/1.5 "
                 "sans-serif;max-width:60em;margin:2em auto}td,th{border:1px solid #ccc;padding:.2em .6em}img{max-width:100%}</style>"
                 + "\n".join(page(out, *block) for block in blocks))
-    stage.write(out / "card.md", "\n\n".join(markdown(*block) for block in [
-        ("h1", f"EAGLE-3 draft for {Path(results['settings']['model']).name}"), *blocks[1:5]]) + "\n")
+    stage.write(out / "card.md", "\n\n".join(markdown(*block) for block in [("h2", "Measured"), *blocks[1:5]]) + "\n")
 
 
 def content(results, out):
@@ -72,7 +72,8 @@ def content(results, out):
     for n, a in results["advice"].items():
         if a["setting"]:
             yield "p", f"To serve {n} requests at a time:"
-            yield "pre", command(s, a["setting"], n)
+            yield "pre", " ".join(["python -m sglang.launch_server --model-path", s["model"], "--dtype", s["dtype"], "--max-running-requests", n,
+                                   *draft_flags(s["draft"], a["setting"])])
     yield "h2", "Trained against served"
     if isinstance(results["walked"], str):
         yield "p", f"The answers were not walked with the trainer's model: {results['walked']}."
@@ -90,13 +91,6 @@ def content(results, out):
 
 def shares(values):
     return " / ".join(f"{v:.2f}" for v in values)
-
-
-def command(settings, setting, flight):
-    from sglang_server import draft_flags
-
-    return (f"python -m sglang.launch_server --model-path {settings['model']} --dtype {settings['dtype']} --max-running-requests {flight} "
-            + " ".join(draft_flags(settings["draft"], setting)))
 
 
 def markdown(kind, what):
@@ -121,7 +115,7 @@ def draw(results, path):
     from matplotlib import pyplot
 
     figure, ((position, speed), (walked, training)) = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    sets, plain = results["sets"], results["speeds"]["plain"]
+    sets, plain, held = results["sets"], results["speeds"]["plain"], results["run"]["validation"]
 
     def bars(axes, groups, ticks):
         for k, (name, values) in enumerate(groups.items()):
@@ -129,8 +123,7 @@ def draw(results, path):
             axes.bar_label(drawn, fmt="%.2f", fontsize=8)
         axes.set_xticks([x + 0.4 for x in range(len(ticks))], ticks)
 
-    bars(position, {f"{name}: {r['acceptance_length']:.2f}": r["acceptance_by_position"] for name, r in sets.items()},
-         range(1, 1 + len(results["acceptance_by_position"])))
+    bars(position, {f"{name}: {r['acceptance_length']:.2f}": r["acceptance_by_position"] for name, r in sets.items()}, [1, 2, 3])
     position.set(xlabel="proposal", ylabel="accepted up to it, of all verifications", ylim=(0, 1))
     for name, by in results["speeds"].items():
         speed.plot(list(by), [r["tokens_per_s"] / plain[n]["tokens_per_s"] for n, r in by.items()], "o-", label=name)
@@ -140,7 +133,7 @@ def draw(results, path):
                       **{NAMES[draft]: list(by_set.values()) for draft, by_set in results["walked"].items()}}, list(sets))
     walked.set(ylabel="acceptance length")
     for name in ("acceptance", "ceiling"):
-        training.plot([row["step"] for row in results["run"]["validation"]], [row[name] for row in results["run"]["validation"]], "o-", label=name)
+        training.plot([row["step"] for row in held], [row[name] for row in held], "o-", label=name)
     training.set(xlabel="step", ylabel="acceptance length, held out, walked")
     for axes in (position, speed, walked, training):
         axes.grid(alpha=0.3)
