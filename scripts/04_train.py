@@ -136,7 +136,7 @@ def main():
         progress.log(f"exporting the draft of step {run.best['step']}, acceptance length {run.best['acceptance']:.3f}: the best")
     export(run.load_best(fresh()), data, args.model, out, [
         ("trained on", f"{len(data.rows['train'])} rows, {data.count([data.rows['train']])} tokens, {args.epochs} epochs, {args.loss}"),
-        ("acceptance length, held out, walked", f"{run.best['acceptance']:.3f} of 3 proposals" if data.validation else "nothing held out")])
+        ("acceptance length, held out, walked", f"{run.best['acceptance']:.3f}, {args.ttt_steps} proposals" if data.validation else "nothing held out")])
     progress.phase("drawing curves.png")
     draw(out)
     contract.write(out, args.states, fc_norm=args.norms == "3.1", norm_output=args.norms == "3.1", norm_before_residual=False,

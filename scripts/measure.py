@@ -113,7 +113,7 @@ def speed(prompts, levels, subset=None):
     each_ = [tokens / s for tokens, s in rates]
     later = [(row["seconds"] - row["first"]) / (len(row["ids"]) - 1) for row in answers if len(row["ids"]) > 1]
     return {"tokens_per_s": round(sum(t for t, _ in rates) / sum(s for _, s in rates), 1),
-            "spread": round((max(each_) - min(each_)) / max(each_), 3) if len(each_) > 1 else None,
+            "spread": round((max(each_) - min(each_)) / (max(each_) or 1), 3) if len(each_) > 1 else None,
             "ms_per_token": round(1000 * median(later), 2) if later else None,
             "ms_to_first_token": round(1000 * median(row["first"] for row in answers), 1) if answers else None,
             "requests": sum(map(bool, (row for level in levels for row in level["rows"]))), "answered": len(answers)}

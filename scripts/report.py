@@ -33,6 +33,7 @@ def gather(args):
 
 
 def write(out):
+    """The report of a stage directory."""
     results = json.loads((out / "results.json").read_text())
     draw(results, out / "report.png")
     blocks = list(content(results, out))
@@ -113,31 +114,24 @@ def draw(results, path):
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from pandas import DataFrame
 
-    figure, ((position, speed), (walked, training)) = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
     sets, plain, held = results["sets"], results["speeds"]["plain"], results["run"]["validation"]
-
-    def bars(axes, groups, ticks):
-        for k, (name, values) in enumerate(groups.items()):
-            drawn = axes.bar([x + k * 0.8 / len(groups) for x in range(len(values))], values, 0.8 / len(groups), align="edge", label=name)
-            axes.bar_label(drawn, fmt="%.2f", fontsize=8)
-        axes.set_xticks([x + 0.4 for x in range(len(ticks))], ticks)
-
-    bars(position, {f"{name}: {r['acceptance_length']:.2f}": r["acceptance_by_position"] for name, r in sets.items()}, [1, 2, 3])
-    position.set(xlabel="proposal", ylabel="accepted up to it, of all verifications", ylim=(0, 1))
-    for name, by in results["speeds"].items():
-        speed.plot(list(by), [r["tokens_per_s"] / plain[n]["tokens_per_s"] for n, r in by.items()], "o-", label=name)
-    speed.set(xlabel="requests in flight", ylabel="tokens/s, of plain")
-    if isinstance(results["walked"], dict):
-        bars(walked, {"server": [r["acceptance_length"] for r in sets.values()],
-                      **{NAMES[draft]: list(by_set.values()) for draft, by_set in results["walked"].items()}}, list(sets))
-    walked.set(ylabel="acceptance length")
-    for name in ("acceptance", "ceiling"):
-        training.plot([row["step"] for row in held], [row[name] for row in held], "o-", label=name)
-    training.set(xlabel="step", ylabel="acceptance length, held out, walked")
-    for axes in (position, speed, walked, training):
+    served = DataFrame({"the server": {name: r["acceptance_length"] for name, r in sets.items()}, **{
+        NAMES[draft]: by_set for draft, by_set in (results["walked"].items() if isinstance(results["walked"], dict) else ())}})
+    charts = (("accepted up to proposal, of all verifications", DataFrame({name: r["acceptance_by_position"] for name, r in sets.items()}, [1, 2, 3])),
+              ("acceptance length", served),
+              ("tokens/s by requests in flight, of plain", DataFrame({name: {n: r["tokens_per_s"] / plain[n]["tokens_per_s"] for n, r in by.items()}
+                                                                      for name, by in results["speeds"].items()})),
+              ("acceptance length by step, held out", DataFrame({name: {row["step"]: row[name] for row in held} for name in ("acceptance", "ceiling")})))
+    figure, grid = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for k, (axes, (title, values)) in enumerate(zip(grid.flat, charts)):
+        axes.set_title(title)
+        if len(values):
+            values.plot(ax=axes, kind="bar" if k < 2 else "line", rot=0, **({} if k < 2 else {"marker": "o"}))
+        for bars in axes.containers:
+            axes.bar_label(bars, fmt="%.2f", fontsize=8)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 

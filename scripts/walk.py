@@ -60,8 +60,8 @@ def interval(prompts, sets=None, draws=2000):
     other, so an interval over them would be too narrow."""
     import numpy
 
-    counts, chance = numpy.array(prompts, float).reshape(-1, 2), numpy.random.default_rng(0)
-    sets = numpy.array(sets if sets is not None else [""] * len(counts))
+    counts, chance = numpy.array(prompts or [(0, 0)], float), numpy.random.default_rng(0)
+    sets = numpy.array(sets or [""] * len(counts))
     sums = sum(own[chance.integers(len(own), size=(draws, len(own)))].sum(1) for own in (counts[sets == s] for s in numpy.unique(sets)))
     lengths = 1 + sums[:, 1] / numpy.maximum(sums[:, 0], 1)
     return [round(float(q), 3) for q in numpy.quantile(lengths, [0.025, 0.975])]

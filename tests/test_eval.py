@@ -14,7 +14,7 @@ from running import script
 import chat
 import measure
 import questions
-import report
+import tiny as model_maker
 import walk
 from stage import Refused
 
@@ -49,7 +49,7 @@ def test_the_interval_covers_the_truth_in_92_to_97_of_100_draws(size):
     truth = 1 + population[:, 1].sum() / population[:, 0].sum()
     covered = widths = 0
     for _ in range(500):
-        low, high = walk.interval(population[chance.integers(0, 5000, size)], draws=600)
+        low, high = walk.interval(population[chance.integers(0, 5000, size)].tolist(), draws=600)
         covered += low <= truth <= high
         widths += high - low
     assert 0.92 <= covered / 500 <= 0.97
@@ -133,10 +133,11 @@ def test_three_of_ten_failures_are_counted_left_out_and_too_many(engine):
     with pytest.raises(Refused, match="pass-1-plain: 3 of 10 requests failed, more than --max-failed 0.02"):
         measure.check(rows, 0.02, Path("pass-1-plain.json"))
     measure.check(rows, 0.3, Path("pass-1-plain.json"))
-    level = {"seconds": {"a": 1.0}, "rows": rows}
-    prompts, args = [{"set": "a", "id": str(k)} for k in range(10)], SimpleNamespace(eval_concurrency=[4], eval_dtype="float32", out=Path("x"))
+    level = {"seconds": {"a": 1.0, "b": 1.0}, "rows": rows}
+    prompts, args = [{"set": "b" if k == 2 else "a", "id": str(k)} for k in range(10)], SimpleNamespace(eval_concurrency=[4], eval_dtype="float32", out=Path("x"))
     results = measure.summarize(prompts, {name: [{"levels": {"4": level}, "differences": []}] for name in ("3-1-4", "plain")}, "3-1-4", args)
     assert (results["prompts"], results["asked"]) == (7, 10) and results["accepted"] == [7, 7, 0, 0]
+    assert (results["sets"]["b"]["prompts"], results["sets"]["b"]["asked"], results["sets"]["b"]["interval"]) == (0, 1, [1.0, 1.0])
     assert sum("failed" in r for r in results["rows"]) == 3
 
 
@@ -166,6 +167,15 @@ def test_prompts_of_the_training_rows_are_found_and_the_templates_words_are_not(
     assert (same, near) == ([4], [])     # with a template's words around it none is whole
     prompts = [{"ids": m} for m in middles]
     assert questions.seen(prompts, prepared / "02_prepare") == ([0], [2])
+
+
+def test_the_contract_names_the_mode_of_most_rows(tiny, tmp_path):
+    rows = model_maker.answer(tmp_path / "01_generate", 5, longest=22)
+    for row_ in rows[:3]:
+        row_["chat_template_kwargs"] = {"enable_thinking": True}
+    (tmp_path / "01_generate/rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    script("02_prepare", "--answers", tmp_path / "01_generate", "--model", tiny, "--out", tmp_path / "02_prepare")
+    assert json.loads((tmp_path / "02_prepare/contract.json").read_text())["chat_template_kwargs"] == {"enable_thinking": True}
 
 
 def test_a_prompt_is_rendered_in_the_mode_of_the_training_unless_it_brings_its_own(tiny, tmp_path):
