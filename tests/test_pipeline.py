@@ -22,7 +22,7 @@ def settings(tiny, tmp_path_factory):
     questions.write_text("".join(json.dumps({"id": f"q{i}", "prompt": f"Say something about {i}, please."}) + "\n" for i in range(24)))
     return {"RUNS": root / "runs", "MODEL": tiny, "PROMPTS": questions, "TEMPERATURE": "1.0", "ANSWER_TOKENS": 48, "VAL_SHARE": 0.2,
             "EXTRACT_DTYPE": "float32", "GENERATE_DTYPE": "float32", "DRAFT_VOCAB": 256, "EPOCHS": 3, "BATCH_TOKENS": 512,
-            "EVAL_ROWS": 4, "EVAL_TOKENS": 24, "EVAL_DTYPE": "float32", "EVAL_CONCURRENCY": "1,4", "SWEEP": "2-2-4",
+            "EVAL_ROWS": 4, "EVAL_TOKENS": 24, "EVAL_DTYPE": "float32", "EVAL_CONCURRENCY": "1,4", "EVAL_ROUNDS": 2, "SWEEP": "2-2-4",
             "EVAL_PROMPTS": root / "runs/smollm2-135m/base/02_prepare/heldout.jsonl"}
 
 
