@@ -31,6 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import islice, takewhile
 from pathlib import Path
 
+import charts
 import chat
 import contract
 import progress
@@ -103,7 +104,7 @@ def main():
     curves = {"all": counts, **(by_source if len(by_source) > 1 else {}), **({"held out": held} if held else {})}
     curves = {name: vocab.coverage(c, vocab.ranked(counts)) for name, c in curves.items()}
     stage.write(out / "coverage.json", json.dumps(curves, indent=1) + "\n")
-    vocab.draw_coverage(curves, out / "coverage.png")
+    charts.draw(out / "coverage.png", ("share of trained tokens covered by the most frequent", {n: dict(c) for n, c in curves.items()}, "log"))
     special = {t for t, token in tokenizer.added_tokens_decoder.items() if token.special and (t in counts or t in held)}
     contract.write(out, target=stage.model_identity(args.model), tokenizer=contract.tokenizer_hash(args.model),
                    chat_template=chat.template_hash(tokenizer), chat_template_kwargs=json.loads(tally["modes"].most_common(1)[0][0]),

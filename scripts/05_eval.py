@@ -24,6 +24,7 @@ own counts; the 95 % interval draws prompts anew.  Temperature 0.  Every setting
 must agree with the server (walk.py).
 """
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def arguments():
                    help="requests in flight; the most get all prompts, the others 8 of each set or four times as many as fly (default 1,8,32)")
     p.add_argument("--eval-rounds", type=int, default=2, help="servers of each setting, in turn; from two on the noise is known (default 2)")
     p.add_argument("--eval-dtype", default="bfloat16", help="float32, on a CPU: outputs should be identical (default bfloat16)")
-    p.add_argument("--sweep", type=lambda text: text.split(","), default=[], help="other settings to try, as steps-topk-tokens: "
-                   "1-1-2,2-1-3,5-1-6,5-4-16; each costs --eval-rounds servers (default none)")
+    p.add_argument("--sweep", type=lambda text: re.fullmatch(r"\d+-\d+-\d+(,\d+-\d+-\d+)*", text)[0].split(","), default=[],
+                   help="other settings to try, as steps-topk-tokens: 1-1-2,2-1-3,5-1-6,5-4-16; each costs --eval-rounds servers (default none)")
     p.add_argument("--max-failed", type=float, default=0.02, help="share of requests that may fail (default 0.02)")
     return p.parse_args()
 

@@ -13,6 +13,7 @@ import json
 import shutil
 from pathlib import Path
 
+import charts
 import stage
 from jsonl import read
 from sglang_server import draft_flags
@@ -35,7 +36,16 @@ def gather(args):
 def write(out):
     """The report of a stage directory."""
     results = json.loads((out / "results.json").read_text())
-    draw(results, out / "report.png")
+    sets, plain, held = results["sets"], results["speeds"]["plain"], results["run"]["validation"]
+    walked = results["walked"] if isinstance(results["walked"], dict) else {}
+    charts.draw(out / "report.png",
+                ("accepted up to proposal, of all verifications", {n: dict(enumerate(r["acceptance_by_position"], 1)) for n, r in sets.items()}, "bar"),
+                ("acceptance length", {"the server": {name: r["acceptance_length"] for name, r in sets.items()},
+                                       **{NAMES[draft]: by_set for draft, by_set in walked.items()}}, "bar"),
+                ("tokens/s by requests in flight, of plain", {name: {n: r["tokens_per_s"] / plain[n]["tokens_per_s"] for n, r in by.items()}
+                                                              for name, by in results["speeds"].items()}, "line"),
+                *[("acceptance length by step, held out", {name: {row["step"]: row[name] for row in held} for name in ("acceptance", "ceiling")}, "line")]
+                * bool(held))
     blocks = list(content(results, out))
     stage.write(out / "report.md", "\n\n".join(markdown(*block) for block in blocks) + "\n")
     stage.write(out / "report.html", "<!doctype html><meta charset=utf-8><title>Draft evaluation</title><style>body{font:16px/1.5 "
@@ -107,33 +117,6 @@ def page(out, kind, what):
     if kind == "img":
         return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode((out / what).read_bytes()).decode()}">'
     return f"<{kind}>{html.escape(what)}</{kind}>"
-
-
-def draw(results, path):
-    """One picture: acceptance by position and set, speed-up by load, trained against served, acceptance while training."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from pandas import DataFrame
-
-    sets, plain, held = results["sets"], results["speeds"]["plain"], results["run"]["validation"]
-    served = DataFrame({"the server": {name: r["acceptance_length"] for name, r in sets.items()}, **{
-        NAMES[draft]: by_set for draft, by_set in (results["walked"].items() if isinstance(results["walked"], dict) else ())}})
-    charts = (("accepted up to proposal, of all verifications", DataFrame({name: r["acceptance_by_position"] for name, r in sets.items()}, [1, 2, 3])),
-              ("acceptance length", served),
-              ("tokens/s by requests in flight, of plain", DataFrame({name: {n: r["tokens_per_s"] / plain[n]["tokens_per_s"] for n, r in by.items()}
-                                                                      for name, by in results["speeds"].items()})),
-              ("acceptance length by step, held out", DataFrame({name: {row["step"]: row[name] for row in held} for name in ("acceptance", "ceiling")})))
-    figure, grid = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    for k, (axes, (title, values)) in enumerate(zip(grid.flat, charts)):
-        axes.set_title(title)
-        if len(values):
-            values.plot(ax=axes, kind="bar" if k < 2 else "line", rot=0, **({} if k < 2 else {"marker": "o"}))
-        for bars in axes.containers:
-            axes.bar_label(bars, fmt="%.2f", fontsize=8)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
 
 
 def compare(folders):
