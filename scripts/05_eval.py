@@ -121,15 +121,15 @@ def main():
 
 def agree(results):
     """Refuse if the server accepts other lengths of the draft than the trainer's model gets on the same answers: a draft
-    that is served in another way than it was trained.  Wider where the server's texts differ (bf16): 1.40 and 1.39 on an
+    that is served in another way than it was trained; proposals past the end of an answer, which only the server knows, apart.  Wider where the server's texts differ (bf16): 1.40 and 1.39 on an
     H200 with a quarter of them equal."""
     if isinstance(results["walked"], str):
         return
     allowed = 0.05 if results["identical_outputs"] == 1 else 0.15
     for name, r in results["sets"].items():
         walked = results["walked"]["trained"][name]
-        if abs(walked - r["acceptance_length"]) > allowed:
-            raise Refused(f"{name}: the server's acceptance length is {r['acceptance_length']}, the trainer's model gets {walked} "
+        if abs(walked - r["within_answers"]) > allowed:
+            raise Refused(f"{name}: the server's acceptance length is {r['within_answers']}, the trainer's model gets {walked} "
                           "on the same answers: the draft is not served as it was trained")
 
 

@@ -89,8 +89,8 @@ def content(results, out):
     if isinstance(results["walked"], str):
         yield "p", f"The answers were not walked with the trainer's model: {results['walked']}."
     else:
-        yield "p", "The same greedy answers walked offline, acceptance length; the trainer's model must agree with the server."
-        yield "table", [["draft", *results["sets"]], ["the server", *(r["acceptance_length"] for r in results["sets"].values())],
+        yield "p", "The same greedy answers walked offline, acceptance length within them; the trainer's model must agree with the server."
+        yield "table", [["draft", *results["sets"]], ["the server", *(r["within_answers"] for r in results["sets"].values())],
                         *([NAMES[draft], *by_set.values()] for draft, by_set in results["walked"].items())]
     yield from (("img", name) for name in ("curves.png", "coverage.png") if (out / name).exists())
     yield "h2", "How it was made"

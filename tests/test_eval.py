@@ -35,6 +35,12 @@ def test_the_pooled_length_differs_from_the_mean_of_means_as_by_hand():
     assert found["conditional_acceptance"] == pytest.approx([4 / 12, 2 / 4, 1], abs=1e-3)
 
 
+def test_what_is_accepted_past_the_end_of_an_answer_can_be_told_apart():
+    """48 tokens: 1 by the prompt, then 13 verifications whose last accepts 3 where 2 end the answer; counted by a server, met here."""
+    found = measure.acceptance([{"set": "a", "id": "1"}], [row([1, 0, 0, 12], 48)], [0])
+    assert (found["acceptance_length"], found["within_answers"]) == (3.769, 3.692)
+
+
 def test_ten_verifications_of_twelve_accepted_proposals_are_2_2_with_the_bonus_token_and_1_2_without():
     found = measure.acceptance([{"set": "a", "id": "1"}], [row([2, 5, 2, 1])], [0])
     assert (found["acceptance_length"], found["accepted_per_verification"]) == (2.2, 1.2)

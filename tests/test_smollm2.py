@@ -49,8 +49,9 @@ def test_one_row_overfitted_is_accepted_in_full_by_the_server(extracted, tmp_pat
     results = json.loads((tmp_path / "05" / "results.json").read_text())
     assert results["identical_outputs"] == 1.0
     for name, r in results["sets"].items():
-        assert abs(r["acceptance_length"] - results["walked"]["trained"][name]) <= 0.03, name
-    assert results["sets"]["eval"]["acceptance_length"] >= 3.8 > results["sets"]["others"]["acceptance_length"]  # 4 is all; the verification that holds the answer's end may be cut short
+        assert abs(r["within_answers"] - results["walked"]["trained"][name]) <= 0.03, name
+    lengths = {name: r["acceptance_length"] for name, r in results["sets"].items()}
+    assert lengths["eval"] >= 3.7 > lengths["others"]  # 4 is all; of 13 verifications one may miss
 
 
 # --- the ids that are trained -----------------------------------------------------------------------------------------
