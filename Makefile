@@ -20,6 +20,7 @@ NAME   := base
 RUNS   := runs
 PYTHON := .venv/bin/python
 EVAL_PROMPTS = $(D)/02_prepare/heldout.jsonl models/humaneval.jsonl
+SETS   := $(patsubst %,models/%.jsonl,humaneval mt-bench gsm8k math500)
 
 -include env/local.env
 include env/$(TARGET).env
@@ -70,14 +71,14 @@ train: $(N)/04_train/done.json  ## 04  train the draft model, export it
 $(N)/04_train/done.json: $(D)/03_extract/done.json $(wildcard $(addsuffix /config.json,$(word 2,$(call flags,INIT)))) $(call changed,$(N)/04_train,$(TRAIN))
 	$(PYTHON) scripts/04_train.py --tokens $(D)/02_prepare --states $(D)/03_extract --model $(MODEL) --out $(@D) $(call flags,INIT) $(TRAIN)
 
-EVAL_FLAGS := EVAL_ROWS EVAL_TOKENS EVAL_CONCURRENCY EVAL_DTYPE
+EVAL_FLAGS := EVAL_ROWS EVAL_TOKENS EVAL_CONCURRENCY EVAL_ROUNDS EVAL_DTYPE SWEEP MAX_FAILED
 EVAL := $(call flags,$(EVAL_FLAGS))
 eval: $(N)/05_eval/done.json  ## 05  acceptance length and speed-up, served by SGLang
-$(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EVAL)) | $(filter models/humaneval.jsonl,$(EVAL_PROMPTS))
-	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
+$(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EVAL)) | $(filter $(SETS),$(EVAL_PROMPTS))
+	$(PYTHON) scripts/05_eval.py --draft $(N)/04_train --model $(MODEL) --tokens $(D)/02_prepare --out $(@D) --eval-prompts $(EVAL_PROMPTS) $(EVAL)
 
 MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY RPM TPM DEADLINE WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
-  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW PROBE FORCE \
+  TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW AGAINST PROBE FORCE \
   SERVERS WORKER STAGING KEEP_FREE FSYNC VERIFY SHARD NNODES NODE_RANK RDZV LOGGER
 KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS INIT EVAL_PROMPTS $(MACHINE) $(foreach s,GENERATE PREPARE EXTRACT TRAIN EVAL,$($s_FLAGS))
 # The settings on the command line; a word within a value, like the second of "--tp-size=4 --dp-size=2", is none.
@@ -109,6 +110,8 @@ doctor:  ## is this machine fit for GOAL (all)?  One line a check, with the mend
 	@$(COMMANDS) | $(PYTHON) scripts/doctor.py $(if $(FIRST),--keep)
 show:  ## sample ROW of 02 decoded, trained tokens marked, here and as HTML
 	@$(PYTHON) scripts/show.py --tokens $(D)/02_prepare --model $(MODEL) --row $(or $(ROW),0)
+report:  ## write the report of 05 anew; AGAINST="hot cold": compare with the drafts of these names
+	@$(PYTHON) scripts/report.py $(N)/05_eval $(patsubst %,$(D)/%/05_eval,$(AGAINST))
 verify:  ## how many of how many hidden-state files are intact, by checksum
 	@$(PYTHON) scripts/verify.py --states $(D)/03_extract --tokens $(D)/02_prepare
 
@@ -129,10 +132,8 @@ setup: .venv/$(DEVICE)  ## make .venv for this machine (DEVICE=cpu|cuda) and pat
 	touch $@
 patch:  ## apply the hidden-states patch to the installed SGLang
 	$(PYTHON) patches/apply.py
-models/smollm2-135m:
-	$(PYTHON) scripts/embedded.py smollm2 $@
-models/humaneval.jsonl:
-	$(PYTHON) scripts/embedded.py humaneval $@
+models/smollm2-135m $(SETS):
+	$(PYTHON) scripts/embedded.py $(subst -135m,,$(basename $(@F))) $@
 # Two files of tests at a time, each process on one core: SGLang's threads that wait for each other's core stop it dead.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 test: setup models/smollm2-135m  ## everything that a CPU can test
@@ -146,5 +147,4 @@ help:  ## this text
 	@printf '\nTARGET=%s (of: %s)  DATA=%s  NAME=%s  RUNS=%s\n' '$(TARGET)' '$(patsubst env/%.env,%,$(filter-out env/local.env,$(wildcard env/*.env)))' '$(DATA)' '$(NAME)' '$(RUNS)'
 	@printf '%s\n' '01: $(strip $(GENERATE))' '02: $(strip $(PREPARE))' '03: $(strip $(EXTRACT))' '04: $(strip $(TRAIN))' '05: $(strip $(EVAL))'
 	@printf 'Change a setting on the command line: make train NAME=hot LR=3e-4\n'
-
-.PHONY: generate prepare extract train eval all demo launch tail stop status doctor plan show verify setup patch test test-fast help ALWAYS
+.PHONY: generate prepare extract train eval all demo launch tail stop status doctor plan show report verify setup patch test test-fast help ALWAYS

@@ -24,6 +24,7 @@ import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import charts
 import chat
 import contract
 import progress
@@ -94,10 +95,11 @@ def main():
     curves = {"all": counts, **(by_source if len(by_source) > 1 else {}), **({"held out": held} if held else {})}
     curves = {name: vocab.coverage(c, vocab.ranked(counts)) for name, c in curves.items()}
     stage.write(out / "coverage.json", json.dumps(curves, indent=1) + "\n")
-    vocab.draw_coverage(curves, out / "coverage.png")
+    charts.draw(out / "coverage.png", ("share of trained tokens covered by the most frequent", {n: dict(c) for n, c in curves.items()}, "log"))
     special = {t for t, token in tokenizer.added_tokens_decoder.items() if token.special and (t in counts or t in held)}
     contract.write(out, target=stage.model_identity(args.model), tokenizer=contract.tokenizer_hash(args.model),
-                   chat_template=chat.template_hash(tokenizer), end_of_turn_ids=sorted(end_ids), special_ids=sorted(special | end_ids))
+                   chat_template=chat.template_hash(tokenizer), chat_template_kwargs=json.loads(tally["modes"].most_common(1)[0][0]),
+                   end_of_turn_ids=sorted(end_ids), special_ids=sorted(special | end_ids))
     report(args, tally, tokenizer, data)
     stage.finish(out, rows["in"], rows["out"], dropped, samples=len(data), train_samples=rows["train"], val_samples=rows["val"],
                  tokens=rows["tokens"], trained_tokens=rows["trained"], distinct_tokens=len(counts),

@@ -28,11 +28,13 @@ ranks as there are then.
 """
 from pathlib import Path
 
+import charts
 import contract
 import progress
 import stage
 import states
 import vocab
+from jsonl import read
 
 
 def arguments():
@@ -135,7 +137,9 @@ def main():
         return
     if data.validation:
         progress.log(f"exporting the draft of step {run.best['step']}, acceptance length {run.best['acceptance']:.3f}: the best")
-    export(run.load_best(fresh()), data, args.model, out)
+    export(run.load_best(fresh()), data, args.model, out, [
+        ("trained on", f"{len(data.rows['train'])} rows, {data.count([data.rows['train']])} tokens, {args.epochs} epochs, {args.loss}"),
+        ("acceptance length, held out, walked", f"{run.best['acceptance']:.3f}, {args.ttt_steps} proposals" if data.validation else "nothing held out")])
     progress.phase("drawing curves.png")
     draw(out)
     contract.write(out, args.states, fc_norm=args.norms == "3.1", norm_output=args.norms == "3.1", norm_before_residual=False,
@@ -148,27 +152,11 @@ def main():
 
 def draw(out):
     """curves.png: loss and accuracy by step, training and held out."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from jsonl import read
-
-    figure, (losses, accuracies) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, style in (("metrics", "-"), ("validation", "o--")):
-        rows = [row for _, row in read(out / f"{name}.jsonl")] if (out / f"{name}.jsonl").exists() else []
-        label = "training" if name == "metrics" else "held out"
-        steps = [row["step"] for row in rows]
-        losses.plot(steps, [row["loss"] for row in rows], style, label=label)
-        for k in range(len(rows[0]["acc"]) if rows else 0):
-            accuracies.plot(steps, [row["acc"][k] for row in rows], style, color=f"C{k}", label=f"{label}, position {k + 1}")
-    losses.set(xlabel="step", ylabel="loss")
-    accuracies.set(xlabel="step", ylabel="proposals right up to the position")
-    for axes in (losses, accuracies):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(out / "curves.png", dpi=120)
-    pyplot.close(figure)
+    rows = {label: [row for _, row in read(path)] for label, path in (("training", out / "metrics.jsonl"), ("held out", out / "validation.jsonl"))
+            if path.exists()}
+    charts.draw(out / "curves.png", ("loss by step", {label: {r["step"]: r["loss"] for r in found} for label, found in rows.items()}, "line"),
+                ("proposals right up to the position, by step", {f"{label}, position {k + 1}": {r["step"]: r["acc"][k] for r in found}
+                 for label, found in rows.items() for k in range(len(found[0]["acc"]))}, "line"))
 
 
 if __name__ == "__main__":

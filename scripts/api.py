@@ -139,6 +139,21 @@ class Api:
             raise Rejected(f"http {code}", detail)
         raise Again(f"http {code}", began, after, busy=code in BUSY, away=code in BUSY)
 
+    def stream(self, path, body):
+        """(seconds to the first event, to the last, its JSON) of a streamed reply; Rejected if it fails: what is timed is asked once."""
+        began, first, last = time.monotonic(), None, b"data: {}"
+        try:
+            with self.session.post(self.url + path, json=body, timeout=self.deadline, stream=True) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith(b"data: {"):
+                        first, last = first or time.monotonic() - began, line
+        except requests.RequestException as failure:
+            raise Rejected(type(failure).__name__) from None
+        answer = json.loads(last[6:])
+        if not answer or "error" in answer:
+            raise Rejected(str(answer.get("error", f"http {reply.status_code}"))[:100])
+        return first, time.monotonic() - began, answer
+
     def get(self, path):
         """The JSON of a GET."""
         return self.session.get(self.url + path, timeout=60).json()

@@ -10,15 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+import contract
 import progress
 import stage
 import trainer
+from sglang_server import draft_flags
+from stage import Refused
 
 TOLERANCE = 2e-3  # of logits, relative to their largest: both sides compute in float32, the orders of summation differ
 
 
-def export(draft, data, model, out):
-    """Write OUT/draft and OUT/sglang from a trained draft (bfloat16 both), then compare their logits on a held-out row."""
+def export(draft, data, model, out, facts=()):
+    """Write OUT/draft and OUT/sglang from a trained draft (bfloat16 both), a model card in each, then compare their logits on a
+    held-out row.  facts: [(what, value)] of the training, for the card."""
     progress.phase("exporting the draft")
     with stage.directory(out / "draft") as folder:
         draft.to("cpu", torch.bfloat16).save_pretrained(folder)
@@ -27,6 +31,8 @@ def export(draft, data, model, out):
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     with stage.directory(out / "sglang") as folder:
         convert(out / "draft", folder)
+    for folder in ("draft", "sglang"):
+        stage.write(out / folder / "README.md", card(folder, json.loads((out / "draft" / "config.json").read_text()), model.name, facts))
     progress.phase("comparing the export with the trainer")
     row = next(row for row in data.rows["val"] + data.rows["train"] if row not in data.broken)
     sample = data.samples[row]
@@ -35,6 +41,62 @@ def export(draft, data, model, out):
     progress.log(f"exported draft, run as SGLang runs it: largest logit difference {error:.1e} of the largest logit")
     if not error < TOLERANCE:
         raise RuntimeError(f"the export gives other logits than the trainer: {error:.1e}, wanted less than {TOLERANCE}")
+
+
+def adopt(source, destination, model, layer_ids=None):
+    """The directory that a server is given: 04's sglang/, or a draft of others put into `destination`; Refused with the reasons if
+    SGLang would not serve it as it was trained.  layer_ids: those that the contract of its run names."""
+    served = source / "sglang"
+    if not (served / "config.json").exists():
+        served = destination
+        with stage.directory(destination) as folder:
+            _foreign(source, folder, model)
+    config, target = json.loads((served / "config.json").read_text()), contract.text_config(model)
+    found = [i + 1 for i in (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or []]
+    _refuse(source, config, config, {
+        f"architectures {config.get('architectures')}": config.get("architectures") != ["LlamaForCausalLMEagle3"],
+        f"it reads the states entering layers {found}, wanted {layer_ids or 'some'}": not found or found != (layer_ids or found),
+        f"max_position_embeddings {config.get('max_position_embeddings')}, wanted at least the target's {target.max_position_embeddings}":
+            config.get("max_position_embeddings", 2048) < target.max_position_embeddings,  # 2048: where a config names none
+        **{f"{name} {config.get(name)}, the target's is {getattr(target, name)}": config.get(name) != getattr(target, name)
+           for name in ("hidden_size", "vocab_size")},
+        "tie_word_embeddings, so its head would be its embedding": config.get("tie_word_embeddings")})
+    return served
+
+
+def _foreign(source, folder, model):
+    """A checkpoint of others in SGLang's layout: speculators' is converted; SpecForge's and EAGLE's gets its layers named, which
+    are the engine's default if it names none."""
+    if not (source / "config.json").exists() or not list(source.glob("*.safetensors")):
+        raise Refused(f"{source}: wanted a draft's config.json and safetensors (a pickle can run code: convert it first)")
+    config = json.loads((source / "config.json").read_text())
+    if layer := config.get("transformer_layer_config"):
+        _refuse(source, config, layer, {f"layers of {layer.get('model_type')}": layer.get("model_type") != "llama"})
+        try:
+            return convert(source, folder)
+        except (RuntimeError, KeyError, OSError) as error:
+            raise Refused(f"{source}: {error}") from None
+    weights = {name: value for path in sorted(source.glob("*.safetensors")) for name, value in load_file(path).items()}
+    layers = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    _refuse(source, config, config, {
+        "no fc.weight: it is not of EAGLE-3": "fc.weight" not in weights, "fewer proposals than the target has tokens, and no d2t":
+            "d2t" not in weights and len(weights.get("lm_head.weight", ())) not in (0, config.get("vocab_size")),
+        "its layers stand outside eagle_config, where SGLang does not look": not layers and "eagle_aux_hidden_state_layer_ids" in config})
+    eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers or [i - 1 for i in contract.layer_ids(model)]}
+    config = {"draft_vocab_size": len(weights.get("d2t", weights.get("lm_head.weight", ())))} | {k: v for k, v in config.items() if v is not None}
+    config |= {"model_type": "llama", "eagle_config": eagle}
+    if config.get("architectures") == ["LlamaForCausalLM"]:  # EAGLE's own files
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+    save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    stage.write(folder / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def _refuse(source, config, layer, rules):
+    rules |= {"norm_before_residual, which SGLang does not know": config.get("norm_before_residual"),
+              "norm_before_fc, which Eaglet does not export": config.get("norm_before_fc"),
+              "sliding attention, which SGLang gives no draft": "sliding_attention" in (layer.get("layer_types") or ())}
+    if wrong := [sentence for sentence, broken in rules.items() if broken]:
+        raise Refused(f"{source} would not be served as it was trained: {'; '.join(wrong)}")
 
 
 def convert(source, destination):
@@ -144,6 +206,10 @@ def compare(out, model, ids, aux, steps=3):
     """Largest difference between exported and trained logits, relative to the largest logit: over all positions of the
     first proposal, and over the further proposals of every eighth position, fed with the true tokens as in training."""
     draft = trainer.load_draft(out / "draft", model)
+    held, own = load_file(out / "draft" / "model.safetensors"), draft.state_dict()
+    different = {(k, v.shape) for k, v in held.items()} ^ {(k, v.shape) for k, v in own.items() if not k.startswith("verifier_")}
+    if {name for name, _ in different} - ({"d2t", "t2d"} - held.keys()):
+        raise RuntimeError(f"the draft's weights are not those that speculators loads: {sorted(different)}")
     seen = []
     hook = draft.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits[0]))
     trainer.unroll(draft, ids, aux, steps)
@@ -158,3 +224,16 @@ def compare(out, model, ids, aux, steps=3):
             logits, state, part = served.decode(ids[j + 1 + k:j + 2 + k], state, j + k, part)
             worst = torch.maximum(worst, (logits[0] - seen[k][j]).abs().max())
     return (worst / seen[0].abs().max()).item()
+
+
+def card(layout, config, target, facts):
+    """README.md of an exported directory."""
+    about = {"draft": ("speculators' own layout, which vLLM reads; speculators loaded it and gave these logits; **it was not tried in vLLM**", "vllm "
+                       f"serve {target} --speculative-config '{{\"method\": \"eagle3\", \"model\": \"DIRECTORY\", \"num_speculative_tokens\": 3}}'"),
+             "sglang": ("SGLang's layout; its logits, computed as SGLang does, are the trainer's", f"python -m sglang.launch_server --model-path "
+                        f"{target} " + " ".join(draft_flags("DIRECTORY", "3-1-4")))}[layout]
+    rows = [("layers read", f"states entering {config['eagle_aux_hidden_state_layer_ids']}"), ("draft vocabulary", config["draft_vocab_size"]),
+            ("draft layers", config["transformer_layer_config"]["num_hidden_layers"]), *facts]
+    return (f"---\nbase_model: {target}\ntags: [eagle3, speculative-decoding]\n---\n# EAGLE-3 draft for {target}\n\nIn {about[0]}.\n\n"
+            f"    {about[1]}\n\n| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
+            + "\nIt changes the speed of this one target, not its answers; it was trained with the target's own chat template.\n")

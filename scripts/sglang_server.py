@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -43,10 +44,11 @@ def device():
 
 @contextmanager
 def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes=True, max_requests=64,
-          wait_for="starting SGLang"):
+          wait_for="starting SGLang", setting="3-1-4"):
     """Start a server of `model`, yield its URL, stop it.
 
-    draft           directory of an EAGLE-3 draft: serve with speculation, chain of 3 proposals (top-k 1)
+    draft           directory of an EAGLE-3 draft: serve with speculation
+    setting         of it: steps, top-k, draft tokens; 3-1-4 is a chain of 3 proposals
     capture         list of --forward-hooks specs (patches/hidden_states_hook.py): a server to extract from
     cache_prefixes  keep the radix cache; off where rows must be computed in full or timed alike
     max_requests    how many requests run at once
@@ -58,7 +60,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
     command = [*CHILD, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name",
                Path(model).name, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-running-requests", str(max_requests), "--skip-server-warmup",
                *([] if cache_prefixes else ["--disable-radix-cache"]),
-               *(_capture_flags(capture) if capture else []), *(_draft_flags(draft) if draft else []),
+               *(_capture_flags(capture) if capture else []), *(draft_flags(draft, setting) if draft else []),
                *(_cpu_flags(max_requests) if device() == "cpu" else []),
                *shlex.split(os.environ.get("SGLANG_ARGS", ""))]
     paths = [str(PATCHES), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -142,9 +144,9 @@ def _capture_flags(hooks):
     return ["--forward-hooks", json.dumps(hooks), *(gpu if device() == "cuda" else [])]
 
 
-def _draft_flags(draft):
-    return ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft), "--speculative-num-steps", "3",
-            "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+def draft_flags(draft, setting):
+    return ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft), *chain.from_iterable(zip(
+        ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"), setting.split("-")))]
 
 
 def _cpu_flags(max_requests):

@@ -77,6 +77,7 @@ def _prepare(folder, offset, first, lines):
                 column.append(value)
             trained["val" if split == "val" else f"train {row.get('source', 'no source')}"].append(ids[mask == 1])
             tally["rows"].update({"tokens": len(ids), "trained": int(mask.sum())})
+        tally["modes"][json.dumps(row.get("chat_template_kwargs") or {}, sort_keys=True)] += 1
         asked = chat.conversation(row)[:-1]
         if split == "val" and asked and asked[-1]["content"].strip():
             held.append({"id": row["id"], "messages": asked, **{k: row[k] for k in chat.ASKED_WITH if k in row}})

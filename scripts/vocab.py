@@ -32,22 +32,6 @@ def coverage(counts, ranking=None):
     return [[k, round(cumulated[k - 1] / max(1, sum(counts.values())), 5)] for k in sizes]
 
 
-def draw_coverage(curves, path):
-    """A line for each of {name: points}."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for name, points in curves.items():
-        axes.semilogx([k for k, _ in points], [share for _, share in points], marker="o", base=2, label=name)
-    axes.set(xlabel="draft vocabulary (most frequent tokens)", ylabel="share of trained tokens covered", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def size_for(counts, share, always=()):
     """The fewest tokens, those of `always` among them, that cover this share of the counted ones."""
     needed = share * sum(counts.values()) - 1e-6

@@ -46,3 +46,55 @@ def by_position(accepted, steps=3):
     total = max(1, sum(n for _, n in pairs))
     return [round(sum(n for a, n in pairs if a >= k) / total, 4) for k in range(1, steps + 1)]
 
+
+def conditional(accepted, steps=3):
+    """Share of verifications that accepted proposal 1, 2 .. `steps`, of those that accepted the ones before it."""
+    reached = [1.0, *by_position(accepted, steps)]
+    return [round(b / a, 4) if a else 0.0 for a, b in zip(reached, reached[1:])]
+
+
+def interval(prompts, sets=None, draws=2000):
+    """95 % bootstrap interval [low, high] of the pooled acceptance length: whole prompts are drawn anew, as many of each set.
+
+    prompts: (verifications, accepted proposals) of each; sets: the set of each.  Verifications of one answer resemble each
+    other, so an interval over them would be too narrow."""
+    import numpy
+
+    counts, chance = numpy.array(prompts or [(0, 0)], float), numpy.random.default_rng(0)
+    sets = numpy.array(sets or [""] * len(counts))
+    sums = sum(own[chance.integers(len(own), size=(draws, len(own)))].sum(1) for own in (counts[sets == s] for s in numpy.unique(sets)))
+    lengths = 1 + sums[:, 1] / numpy.maximum(sums[:, 0], 1)
+    return [round(float(q), 3) for q in numpy.quantile(lengths, [0.025, 0.975])]
+
+
+def drafts(args, made, prompts, plain):
+    """Acceptance lengths on the greedy answers, by set, of: the trainer's model, an untrained one, the most frequent token; or
+    why there are none."""
+    import torch
+
+    import progress
+    import stage
+    import states
+    import trainer
+
+    device = states.reference_device(args.model)
+    if not device or not made:
+        return "this draft was not made by 04_train" if device else "the target does not fit in this machine's memory twice"
+    progress.phase("loading the target in transformers")
+    target = states.reference(args.model, torch.float32, device)
+    trained = trainer.load_draft(args.draft / "draft", args.model).to(device)
+    untrained = trainer.build_draft(args.model, made["layer_ids"], trained.d2t.cpu(), trained.t2d.cpu(), 3, attention="sdpa")
+    known = {"trained": trained, "untrained": untrained.to(device).eval()}
+    accepted = {draft: {p["set"]: Counter() for p in prompts} for draft in (*known, "most_frequent_token")}
+    progress.phase("walking the answers with the trainer's model", len(prompts), "prompt")
+    for prompt, row in zip(prompts, plain):
+        stage.check_stop()
+        ids = prompt["ids"] + row.get("ids", [])
+        aux = target(ids, made["layer_ids"])[:, :3].flatten(1)
+        proposals = {name: [(step + trained.d2t[step]).tolist() for step in
+                            trainer.unroll(draft, torch.tensor(ids, device=device), aux, 3)] for name, draft in known.items()}
+        proposals["most_frequent_token"] = [[made["most_frequent_token"]] * len(ids)] * 3
+        for name, proposed in proposals.items():
+            accepted[name][prompt["set"]] += walk(proposed, ids, len(prompt["ids"]))
+        progress.advance()
+    return {draft: {name: round(acceptance_length(a), 3) for name, a in by_set.items()} for draft, by_set in accepted.items()}

@@ -654,7 +654,8 @@ def test_the_held_out_prompts_are_those_of_the_validation_split(prepared):
 def test_the_contract_names_target_tokenizer_template_and_ends(prepared, tiny_target):
     template = hashlib.sha256(tiny.TEMPLATE.encode()).hexdigest()[:16]
     assert contract.read(prepared) == {"target": stage.model_identity(Path(tiny_target)), "chat_template": template,
-                                       "tokenizer": contract.tokenizer_hash(Path(tiny_target)), "end_of_turn_ids": [2], "special_ids": [2]}
+                                       "tokenizer": contract.tokenizer_hash(Path(tiny_target)), "end_of_turn_ids": [2], "special_ids": [2],
+                                       "chat_template_kwargs": {}}
 
 
 def test_the_split_stays_when_the_data_grow_and_keeps_doubles_and_turns_together(prepared, tiny_target, tmp_path):

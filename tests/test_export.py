@@ -13,6 +13,7 @@ import states
 import tiny
 import trainer
 import vocab
+from stage import Refused
 
 torch.set_num_threads(1)
 LAYERS, K, V, H = [2, 4, 5], 100, 320, 64
@@ -255,5 +256,79 @@ def test_an_additional_weight_or_another_shape_is_an_error_with_its_name(made, t
 def test_converting_again_gives_the_same_bytes(made, tmp_path):
     source, destination = broken(made, tmp_path, lambda w: None)
     export.convert(source, destination)
-    for file in (made[0] / "sglang").iterdir():
-        assert (destination / file.name).read_bytes() == file.read_bytes()
+    for file in destination.iterdir():
+        assert (made[0] / "sglang" / file.name).read_bytes() == file.read_bytes()
+    assert len(list(destination.iterdir())) == 2
+
+
+# --- drafts that would be served wrongly ---------------------------------------------------------------------------------
+
+def taken(out, tiny_target, folder, layers=None):
+    return export.adopt(out, folder / "adopted", Path(tiny_target), layers)
+
+
+def test_the_served_layers_are_those_of_the_contract_in_each_engines_field(made, tiny_target, tmp_path, altered):
+    assert taken(made[0], tiny_target, tmp_path, LAYERS) == made[0] / "sglang"
+    assert json.loads((made[0] / "draft/config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == LAYERS
+    with pytest.raises(Refused, match=r"entering layers \[2, 4, 5\], wanted \[2, 4, 6\]"):
+        taken(made[0], tiny_target, tmp_path, [2, 4, 6])
+    with pytest.raises(Refused, match=r"entering layers \[\], wanted some"):
+        taken(altered(eagle_config={}), tiny_target, tmp_path)
+
+
+@pytest.mark.parametrize("changed, said", [
+    (dict(max_position_embeddings=1024), "max_position_embeddings 1024, wanted at least the target's 2048"), (dict(hidden_size=32), "hidden_size 32"),
+    (dict(vocab_size=321), "vocab_size 321"), (dict(tie_word_embeddings=True), "tie_word_embeddings"), (dict(norm_before_residual=True), "norm_before_residual"),
+    (dict(layer_types=["sliding_attention"]), "sliding attention"), (dict(architectures=["LlamaForCausalLMEagle"]), "architectures")], ids=str)
+def test_a_draft_that_the_engine_serves_otherwise_is_refused_with_the_reason(tiny_target, tmp_path, altered, changed, said):
+    with pytest.raises(Refused, match="would not be served as it was trained: .*" + said):
+        taken(altered(**changed), tiny_target, tmp_path)
+
+
+def foreign(made, folder, change=lambda weights: None, drop=(), **config):
+    shutil.copytree(made[0] / "sglang", folder / "theirs")
+    weights = load_file(folder / "theirs/model.safetensors")
+    change(weights)
+    save_file({k: v.clone() for k, v in weights.items()}, folder / "theirs/model.safetensors")
+    found = json.loads((folder / "theirs/config.json").read_text()) | config
+    (folder / "theirs/config.json").write_text(json.dumps({k: v for k, v in found.items() if k not in drop}))
+    return folder / "theirs"
+
+
+def test_a_draft_of_others_gets_the_engines_default_layers_and_its_own_weights(made, tiny_target, tmp_path):
+    theirs = foreign(made, tmp_path, drop=("eagle_config", "draft_vocab_size"), target_hidden_size=None)
+    out = taken(theirs, tiny_target, tmp_path)
+    config = json.loads((out / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4] and config["draft_vocab_size"] == K
+    assert "target_hidden_size" not in config and "eagle_config" not in json.loads((theirs / "config.json").read_text())
+    assert torch.equal(load_file(out / "model.safetensors")["fc.weight"], load_file(theirs / "model.safetensors")["fc.weight"])
+
+
+def test_speculators_own_layout_is_converted_to_what_04_exports(made, tiny_target, tmp_path):
+    out = taken(made[0] / "draft", tiny_target, tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        assert (out / name).read_bytes() == (made[0] / "sglang" / name).read_bytes()
+
+
+@pytest.mark.parametrize("change, config, said", [
+    (lambda w: w.pop("d2t"), {}, "no d2t"), (lambda w: w.pop("fc.weight"), {}, "no fc.weight"),
+    (lambda w: None, {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "outside eagle_config")])
+def test_a_draft_of_others_that_lacks_what_the_engine_needs_is_refused(made, tiny_target, tmp_path, change, config, said):
+    with pytest.raises(Refused, match=said):
+        taken(foreign(made, tmp_path, change, **config), tiny_target, tmp_path)
+    assert not (tmp_path / "adopted").exists()
+
+
+def test_a_speculators_draft_that_no_engine_here_serves_is_refused(made, tiny_target, tmp_path):
+    shutil.copytree(made[0] / "draft", tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    (tmp_path / "theirs/config.json").write_text(json.dumps(config | {"norm_before_residual": True}))
+    with pytest.raises(Refused, match="norm_before_residual, which SGLang does not know"):
+        taken(tmp_path / "theirs", tiny_target, tmp_path)
+
+
+def test_each_export_has_a_model_card_with_the_command_that_serves_it(made):
+    cards = {name: (made[0] / name / "README.md").read_text() for name in ("draft", "sglang")}
+    assert "not tried in vLLM" in cards["draft"] and "vllm serve tiny" in cards["draft"]
+    assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in cards["sglang"]
+    assert all("base_model: tiny" in card and str(LAYERS) in card for card in cards.values())

@@ -96,7 +96,7 @@ def flow(place, prepared, tiny):
         "03_extract": ["--tokens", data / "02_prepare", "--model", tiny, "--out", data / "03_extract", "--extract-dtype", "float32"],
         "04_train": training(prepared, tiny, run_ / "04_train", epochs=20),
         "05_eval": ["--draft", run_ / "04_train", "--model", tiny, "--eval-prompts", data / "02_prepare/heldout.jsonl", "--out",
-                    run_ / "05_eval", "--eval-rows", 32, "--eval-tokens", 48, "--eval-dtype", "float32"]}
+                    run_ / "05_eval", "--eval-rows", 32, "--eval-tokens", 48, "--eval-dtype", "float32", "--eval-concurrency", 8, "--eval-rounds", 1]}
     done = {}
     for stage, words in flags.items():
         done[stage] = run(stage, words, place / f"{stage}.log")
@@ -145,7 +145,7 @@ def unforeseen(watched):
     answers later than the first.  What is said is `eta over …` then."""
     starts = [(t, line.split(maxsplit=2)[2]) for t, line in watched.lines if STAMPED.match(line)]
     begun = {name: next(t for t, line in starts if line.startswith(name)) for name in
-             ("starting SGLang without", "answering without", "stopping", "starting SGLang with the", "answering with the", "loading the target")}
+             ("starting SGLang with the", "answering with the", "stopping", "starting SGLang without", "answering without", "loading the target")}
     a, b, c, d, e, f = begun.values()
     return max(0, (e - d) - (b - a)) + max(0, (f - e) - (d - b)) + watched.lines[-1][0] - f
 

@@ -37,16 +37,21 @@ def test_one_row_overfitted_is_accepted_in_full_by_the_server(extracted, tmp_pat
     answers.mkdir()
     (answers / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (answers / "done.json").write_text("{}")
-    (tmp_path / "eval.jsonl").write_text(json.dumps({"id": row["id"], "messages": row["messages"][:-1]}) + "\n")
+    for name, chosen in (("eval", [row]), ("others", [r for r in rows if r is not row])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"id": r["id"], "messages": r["messages"][:-1]}) + "\n" for r in chosen))
     script("02_prepare", "--answers", answers, "--model", MODEL, "--out", tmp_path / "02", "--val-share", 0)
     script("03_extract", "--tokens", tmp_path / "02", "--model", MODEL, "--out", tmp_path / "03", "--extract-dtype", "float32")
     script("04_train", "--tokens", tmp_path / "02", "--states", tmp_path / "03", "--model", MODEL, "--out", tmp_path / "04",
            "--draft-vocab", 512, "--epochs", 90, "--batch-tokens", 96, "--lr", "2e-3")
-    script("05_eval", "--draft", tmp_path / "04", "--model", MODEL, "--eval-prompts", tmp_path / "eval.jsonl", "--out",
-           tmp_path / "05", "--eval-tokens", 48, "--eval-dtype", "float32")
+    script("05_eval", "--draft", tmp_path / "04", "--model", MODEL, "--eval-prompts", tmp_path / "eval.jsonl",
+           tmp_path / "others.jsonl", "--out", tmp_path / "05", "--eval-tokens", 48, "--eval-dtype", "float32", "--eval-concurrency", 4,
+           "--eval-rounds", 1)
     results = json.loads((tmp_path / "05" / "results.json").read_text())
     assert results["identical_outputs"] == 1.0
-    assert results["acceptance_length"] >= 3.8  # 4 is all; the verification that holds the answer's end may be cut short
+    for name, r in results["sets"].items():
+        assert abs(r["within_answers"] - results["walked"]["trained"][name]) <= 0.03, name
+    lengths = {name: r["acceptance_length"] for name, r in results["sets"].items()}
+    assert lengths["eval"] >= 3.7 > lengths["others"]  # 4 is all; of 13 verifications one may miss
 
 
 # --- the ids that are trained -----------------------------------------------------------------------------------------
