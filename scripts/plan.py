@@ -13,6 +13,7 @@ server) as it was.  Tokens are as many a prompt as then until 02 has counted the
 """
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -93,7 +94,8 @@ def estimate(commands):
     answers, cost, *usage = (scaled(made.get(k), prompts, made.get("rows_in"))
                              for k in ("rows_out", "cost", "prompt_tokens", "completion_tokens"))  # cost: as the API told
     tokens, held = (scaled(prepared.get(k), answers, prepared.get("rows_in")) for k in ("tokens", "val_samples"))
-    asked = [held if n is None else n for n in map(count, commands.get(EVAL, {}).get("eval-prompts", "").split())]
+    asked = [n if n is not None else held if Path(path).name == "heldout.jsonl" else math.inf  # a set that make gets has enough
+             for path in commands.get(EVAL, {}).get("eval-prompts", "").split() for n in [count(path)]]
     if "prices" in generate and None not in usage:
         cost = sum(n * float(price) / 1e6 for n, price in zip(usage, generate["prices"].split(",")))
     figures = {GENERATE: {"cost": cost} if "api" in generate else {}, PREPARE: {"tokens": tokens},

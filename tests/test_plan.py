@@ -28,6 +28,12 @@ def nothing_measured_before(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def sets():
+    """The prompts that a probe wants to be there."""
+    make("models/humaneval.jsonl")
+
+
+@pytest.fixture
 def commands(tiny, tmp_path):
     """commands(*words): what make would run, as plan.py reads it."""
     def ask(*words):
@@ -178,7 +184,7 @@ def test_a_finished_stage_compares_plan_and_truth(tmp_path, environment):
 
 
 @pytest.mark.slow
-def test_a_probe_tells_all_leaves_nothing_and_meets_the_truth(tiny, tmp_path):
+def test_a_probe_tells_all_leaves_nothing_and_meets_the_truth(sets, tiny, tmp_path):
     questions = tmp_path / "questions.jsonl"
     rows = [{"id": f"q{i}", "prompt": f"Say something about {i}, please."} for i in range(48)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -203,7 +209,7 @@ def test_a_probe_tells_all_leaves_nothing_and_meets_the_truth(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_probe_ends_all_that_it_started(tiny, tmp_path):
+def test_an_interrupted_probe_ends_all_that_it_started(sets, tiny, tmp_path):
     words = [f"PYTHON={sys.executable}", f"RUNS={tmp_path / 'runs'}", f"MODEL={tiny}", "PROMPTS=self:9"]
     process = subprocess.Popen(["make", "plan", "PROBE=1", *words], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)})
     until = time.time() + 300
