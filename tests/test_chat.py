@@ -586,7 +586,7 @@ def test_rows_in_are_rows_out_and_rows_dropped_by_reason(prepared):
 def test_what_was_made_is_said_with_a_sample_to_look_at(prepared):
     printed = (prepared.parent / "printed").read_text()
     assert re.search("assistant \u27e6answer 0.and more <.im_end.>\u27e7", printed)
-    assert re.search("text of 1 answers with the server's ids.*{'prompt differs': 1}; e.g. prompt differs at token 0", printed)
+    assert re.search("text of 1 answers with the server's ids.*{'prompt differs': 1}", printed) and "for example, the prompt differs at token 0" in printed
     assert "warning: the server's prompts are not what this template makes" in printed
 
 

@@ -476,7 +476,7 @@ def test_on_a_terminal_a_bar_is_drawn_the_lines_are_whole_and_hanging_up_stops_t
     bars = [line for line in spoken("\n".join(lines)) if not STAMPED.match(line)]
     assert len(stamped) > 10 and all(re.match(r"[a-z ]+: +\d+%\|", line) for line in bars), bars  # each bar's last state
     assert "HUP: stopping at the next safe point" in text and "the same command goes on from here" in stamped[-1]
-    assert max((out / "checkpoints").iterdir()).suffix == ".pt"
+    assert (max((out / "checkpoints").iterdir()) / "complete.json").exists()
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------------
