@@ -50,9 +50,11 @@ def build(root, args):
     counts = dict(zip(*(t.tolist() for t in ids.unique(return_counts=True))))
     for folder in ("02", "02/dataset"):
         torch.save(counts, root / folder / "token_freq.pt")
+    torch.save(counts, root / "02" / "token_freq_held_out.pt")
     (root / "02/dataset/hidden_states").symlink_to(root / "03")
-    contract.write(root / "02", target=stage.model_identity(root / "target"), tokenizer=contract.tokenizer_hash(root / "target"))
-    contract.write(root / "03", root / "02", layer_ids=LAYERS, layer_meaning=contract.STATE, last_state=contract.LAST, end_of_turn_ids=[2])
+    contract.write(root / "02", target=stage.model_identity(root / "target"), tokenizer=contract.tokenizer_hash(root / "target"),
+                   end_of_turn_ids=[2], special_ids=[2])
+    contract.write(root / "03", root / "02", layer_ids=LAYERS, layer_meaning=contract.STATE, last_state=contract.LAST)
     for folder in ("02", "03"):
         (root / folder / "done.json").write_text("{}")
 
