@@ -109,7 +109,7 @@ class Api:
         return next(each(lambda _: self.once(path, body), [None], 1, tries=self.tries))
 
     def once(self, path, body):
-        """One attempt: the reply's JSON; Again where another may help.  For `each`, after pace.wait()."""
+        """One attempt: the reply's JSON and the `server` that gave it; Again where another may help.  For `each`, after pace.wait()."""
         began = time.monotonic()
         with self.lock:
             url = min(self.urls, key=lambda u: (self.shunned[u] > began, self.running[u]))
@@ -127,7 +127,7 @@ class Api:
         error = _error(reply)
         if code == 200 and not error:
             self.pace.answered(began, reply["usage"])
-            return reply
+            return reply | {"server": url}
         if code == 200:
             code = int(inner) if str(inner := error.get("code")).isdigit() else 502
         detail = str(error.get("message", "")).replace(self.key or "\0", "***")[:200]

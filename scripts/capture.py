@@ -8,7 +8,6 @@ Protocol: patches/hidden_states_hook.py.
 import os
 import threading
 import time
-from collections import Counter
 from contextlib import contextmanager
 
 import states
@@ -17,11 +16,11 @@ from progress import log
 from stage import Refused
 
 DEADLINE = 600.0  # seconds from the reply to the file; the hook itself gives up after 100
-TRIES = 3         # of a row whose server had no room for its states, or was gone
+TRIES = 3         # of a row whose server had no room for its states, or was gone before it wrote them
 
 
 class Unwritten(Refused):
-    """The server says why it has no states."""
+    """The server says why it has no states, or is gone."""
 
 
 class Client:
@@ -29,14 +28,14 @@ class Client:
     staging at one time, held by a row from its request until its block ends."""
 
     def __init__(self, urls, staging, store, window=4 << 30):
-        self.apis = [Api(url, os.environ.get("API_KEY"), tries=3) for url in urls]
+        self.api = Api(",".join(urls), os.environ.get("API_KEY"), tries=3)
         self.staging, self.store, self.window = staging, store, window
-        self.used, self.running, self.room = 0, Counter(), threading.Condition()
+        self.used, self.room = 0, threading.Condition()
         self.limits = None  # (least, largest) norm of each slot, once parity has seen a sample
 
     def server_info(self):
         """Version and settings of each server."""
-        return [api.get("/server_info") for api in self.apis]
+        return [Api(url, self.api.key).get("/server_info") for url in self.api.urls]
 
     @contextmanager
     def states(self, row, ids, fp8=None, **more):
@@ -57,29 +56,19 @@ class Client:
                 self.room.notify_all()
 
     def _fetch(self, row, ids, fp8, more):
-        """Ask the server with the fewest requests of ours; one that is gone is left out as long as there are others."""
         for left in reversed(range(TRIES)):
-            with self.room:
-                api = min(self.apis, key=self.running.__getitem__)
-                self.running[api] += 1
             try:
-                return self._ask(api, f"hs{'8' * fp8}-{row}-{len(ids)}-{time.monotonic_ns() % 10**9}", ids, more)
+                return self._ask(f"hs{'8' * fp8}-{row}-{len(ids)}-{time.monotonic_ns() % 10**9}", ids, more)
+            except Unwritten as error:
+                if not left:
+                    raise Refused(f"row {row}: {error}") from None
+                log(f"row {row}: {error}; once more")
             except Rejected as rejection:
                 raise Refused(f"row {row} of {len(ids)} tokens: {rejection}") from None
-            except Refused as error:
-                with self.room:
-                    if not left or self.apis == [api] and not isinstance(error, Unwritten):
-                        raise Refused(f"row {row}: {error}") from None
-                    if not isinstance(error, Unwritten) and api in self.apis:
-                        self.apis.remove(api)
-                log(f"row {row}: {error}; once more, of {len(self.apis)} servers")
-            finally:
-                with self.room:
-                    self.running[api] -= 1
 
-    def _ask(self, api, rid, ids, more):
-        reply = api.post("/generate", {"input_ids": ids, "rid": rid, **more,
-                                       "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
+    def _ask(self, rid, ids, more):
+        reply = self.api.post("/generate", {"input_ids": ids, "rid": rid, **more,
+                                            "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
         if cached := reply["meta_info"].get("cached_tokens"):
             raise Rejected(f"the server took {cached} tokens from its prefix cache; it needs --disable-radix-cache")
         path, failed = self.staging / f"{rid}.safetensors", self.staging / f"{rid}.err"
@@ -91,11 +80,11 @@ class Client:
                 raise Unwritten(sentence)
             waited = time.monotonic() - started
             if waited > DEADLINE:
-                raise Refused(f"{api.url} answered but wrote no states within {DEADLINE:.0f} s")
+                raise Refused(f"{reply['server']} answered but wrote no states within {DEADLINE:.0f} s")
             if waited > look:
                 look = waited + 5
-                if not self.staging.exists() or not api.has("/model_info"):
-                    raise Refused(f"{api.url} is gone")
+                if not self.staging.exists() or not Api(reply["server"], self.api.key).has("/model_info"):
+                    raise Unwritten(f"{reply['server']} is gone")
             time.sleep(wait)
             wait = min(2 * wait, 0.05)
         return path, reply

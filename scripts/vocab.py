@@ -1,6 +1,9 @@
 """The draft's vocabulary: the K tokens that are trained most often, and what share of the trained tokens they cover."""
+import hashlib
+import io
 from itertools import accumulate
 
+import stage
 from stage import Refused
 
 
@@ -8,9 +11,8 @@ def save_counts(counts, path):
     """{token id: times trained} as speculators stores it."""
     import torch
 
-    temporary = path.with_name(f".{path.name}.tmp")
-    torch.save(dict(counts), temporary)
-    temporary.replace(path)
+    torch.save(dict(counts), data := io.BytesIO())
+    stage.write(path, data.getvalue())
 
 
 def load_counts(path):
@@ -70,6 +72,4 @@ def ceiling(counts, held_out, t2d, steps):
 
 def identity(d2t):
     """Hash of a draft vocabulary."""
-    import hashlib
-
     return hashlib.sha256(d2t.numpy().tobytes()).hexdigest()[:16]

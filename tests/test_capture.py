@@ -95,7 +95,7 @@ def test_rows_are_published_with_a_record_each_and_nothing_stays_in_staging(clie
 def test_a_wrong_file_is_refused_and_not_published(client, rows, head, name, fp8):
     client.store.fp8 = fp8
     parity.before(client, rows, head)
-    fault(client.apis[0].url, name)
+    fault(client.api.url, name)
     with pytest.raises(Refused) as refusal:
         keep(client, rows, 3)
     assert "\n" not in str(refusal.value) and ("hs" in str(refusal.value) or "row 3" in str(refusal.value))
@@ -110,13 +110,13 @@ def test_states_of_another_prompt_are_seen_by_the_next_token_and_by_the_sample_a
     parity.before(client, rows, head)
     with client.states(3, rows[3]["input_ids"]) as (path, data, reply):
         parity.next_token(path, data, reply, head)
-    fault(client.apis[0].url, "neighbour")
+    fault(client.api.url, "neighbour")
     with client.states(3, rows[3]["input_ids"]) as (path, data, reply), pytest.raises(Refused, match="next token"):
         parity.next_token(path, data, reply, head)
     for row in range(4):
         keep(client, rows, row)
     assert parity.after(client, rows, range(4), client.store)["error"] < 1e-6
-    fault(client.apis[0].url, "neighbour")
+    fault(client.api.url, "neighbour")
     keep(client, rows, 2)
     with pytest.raises(Refused, match="row 2"):
         parity.after(client, rows, range(4), client.store)
@@ -124,7 +124,7 @@ def test_states_of_another_prompt_are_seen_by_the_next_token_and_by_the_sample_a
 
 @pytest.mark.parametrize("name", ["neighbour", "too few"])
 def test_a_server_whose_states_are_others_is_refused_before_the_first_row(client, rows, head, name):
-    fault(client.apis[0].url, name, times=4)
+    fault(client.api.url, name, times=4)
     with pytest.raises(Refused):
         parity.before(client, rows, head)
 
@@ -137,13 +137,13 @@ def test_what_fp8_costs_is_measured_on_the_sample(client, rows, head):
 
 
 def test_a_row_that_the_server_could_not_write_is_asked_for_again(client, rows):
-    fault(client.apis[0].url, "refuses", times=2)
+    fault(client.api.url, "refuses", times=2)
     keep(client, rows, 0)
     assert published(client.store) == {"hs_0.safetensors"}
 
 
 def test_a_row_that_the_server_never_can_write_is_refused_with_its_sentence(client, rows):
-    fault(client.apis[0].url, "refuses", times=99)
+    fault(client.api.url, "refuses", times=99)
     with pytest.raises(Refused, match="row 0: the disk is on fire"):
         keep(client, rows, 0)
     assert not published(client.store) and not any(client.staging.iterdir())
@@ -151,19 +151,26 @@ def test_a_row_that_the_server_never_can_write_is_refused_with_its_sentence(clie
 
 def test_a_reply_without_states_is_given_up(client, rows, monkeypatch):
     monkeypatch.setattr(capture, "DEADLINE", 0.5)
-    fault(client.apis[0].url, "silent")
+    fault(client.api.url, "silent")
     with pytest.raises(Refused, match="wrote no states"):
         keep(client, rows, 0)
 
 
+def size(path):
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # published meanwhile
+        return 0
+
+
 def test_what_is_in_flight_stays_within_the_window(client, rows):
     client.window = 3 * client.store.bytes_of(45)
-    fault(client.apis[0].url, "slow", times=99)
+    fault(client.api.url, "slow", times=99)
     seen = []
 
     def watched(row):
         with client.states(row, rows[row]["input_ids"]) as (path, _, _):
-            seen.append((client.used, sum(p.stat().st_size for p in client.staging.glob("hs*"))))
+            seen.append((client.used, sum(map(size, client.staging.glob("hs*")))))
             client.store.publish(path, row)
 
     for _ in each(watched, range(4, 34), 12):
@@ -172,7 +179,7 @@ def test_what_is_in_flight_stays_within_the_window(client, rows):
     assert all(used <= client.window and there <= client.window + 3000 for used, there in seen)
 
 
-def test_rows_of_a_server_that_dies_go_to_the_others(tiny, server, rows, tmp_path, capfd):
+def test_rows_of_a_server_that_dies_go_to_the_others(tiny, server, rows, tmp_path):
     url, staging = server
     other, other_url = start_server(tiny, staging)
     fault(url, None, 0)
@@ -184,7 +191,6 @@ def test_rows_of_a_server_that_dies_go_to_the_others(tiny, server, rows, tmp_pat
             fault(other_url, "dies")
     other.wait(60)
     assert len(published(client.store)) == len(rows)
-    assert [api.url for api in client.apis] == [url] and "once more, of 1 servers" in capfd.readouterr().out
 
 
 def test_the_last_server_that_dies_is_told(tiny, rows, tmp_path):
