@@ -152,7 +152,7 @@ def answer(api, model, args, out, money):
             ledger.turns.pop(row["id"], None)
             count(row)
         cost = {"cost": f"${ledger.spent['cost']:.4f}"} if ledger.spent["cost"] else {}
-        progress.advance(len(found), answer_tokens=ledger.spent["completion_tokens"], rejected=dropped.total(), **cost)
+        progress.advance(len(found), answer_tokens=ledger.spent["completion_tokens"], rejected=dropped.total() - unasked, **cost)
 
     with Appender(out / "rows.jsonl") as rows, Appender(out / "rejected.jsonl") as rejected:
         for path in (out / "rows.jsonl", out / "rejected.jsonl"):
