@@ -98,9 +98,11 @@ class Data:
         if not self.rows["train"]:
             raise Refused(f"{tokens} holds no row of the training split")
         per_step = batch_tokens // size
-        if per_step < ranks.size:
-            raise Refused(f"--batch-tokens {batch_tokens} are {per_step} packs of {size} tokens a step, too few for {ranks.size} ranks: "
-                          "raise it, or lower --pack-tokens")
+        if not per_step:
+            raise Refused(f"--batch-tokens {batch_tokens} is less than a pack of {size} tokens: raise it, or lower --pack-tokens")
+        if per_step < ranks.size:  # changes no number, so it is not refused
+            progress.log(f"warning: a step is {per_step} packs of {size} tokens, so {ranks.size - per_step} of {ranks.size} ranks have nothing "
+                         "to do: raise --batch-tokens or lower --pack-tokens to use them")
         self.ranks, self.begun, self.broken = ranks, False, {}         # broken: {row: what is wrong}
         self.steps = []                                                # (epoch, packs)
         for epoch in range(epochs):

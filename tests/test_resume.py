@@ -219,6 +219,13 @@ def test_a_training_of_two_ranks_goes_on_with_one_and_with_two_again(undisturbed
     close(undisturbed(1), run)
 
 
+def test_ranks_without_a_pack_are_told_and_change_nothing(training):
+    one, two = (training(name, "--pack-tokens", 512, "--epochs", 2) for name in ("one", "two"))
+    assert "nothing to do" not in one.start().end()
+    assert "a step is 1 packs of 512 tokens, so 1 of 2 ranks have nothing to do" in two.start(2).end()
+    close(one, two)
+
+
 def test_sharded_ranks_train_the_same_steps_and_export_the_same_draft(undisturbed, training):
     from safetensors.torch import load_file
 

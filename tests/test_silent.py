@@ -380,7 +380,7 @@ def test_what_the_ranks_refuse_ends_with_their_sentence_and_code(prepared, tiny,
     flags = [*training(prepared, tiny, out), "--batch-tokens", 64]
     watched = run("04_train", flags, tmp_path / "log", NPROC=2)
     assert watched.wait() == 2, watched.text()
-    assert watched.until("refused: --batch-tokens 64", "too few for 2 ranks")
+    assert watched.until("refused: --batch-tokens 64 is less than a pack of 128 tokens")
     assert status(out)["state"] == "refused"
 
 

@@ -173,11 +173,9 @@ def test_a_larger_number_of_train_rows_holds_the_smaller(stored):
     assert len(few) == 3 and len(more) == 6 and few < more
 
 
-def test_more_ranks_than_packs_of_a_step_are_refused(stored, monkeypatch):
-    ranks = trainer.Ranks()
-    ranks.size = 3
-    with pytest.raises(Refused, match="2 packs of 64 tokens a step, too few for 3 ranks"):
-        packing.Data(stored / "02", stored / "03", H, 128, 1, 0, ranks, 64)
+def test_a_step_that_holds_no_pack_is_refused(stored):
+    with pytest.raises(Refused, match="--batch-tokens 63 is less than a pack of 64 tokens"):
+        data(stored, batch_tokens=63, pack_tokens=64)
 
 
 @pytest.mark.parametrize("schedule, last", [("linear", 0.0), ("cosine", 0.0), ("constant", 1e-3)])
