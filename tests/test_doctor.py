@@ -84,6 +84,15 @@ def test_a_disk_without_room(run, tiny, tmp_path, mounted):
     assert states(doctor.disk, run()) == ["warn", "ok", "ok"]  # not known is not enough
 
 
+def test_a_target_larger_than_the_memory(run, model):
+    weights = model / "model-2.safetensors"
+    weights.touch()
+    os.truncate(weights, 1 << 43)  # 8 TiB, of which the disk holds nothing
+    assert "the target takes 10.6 TB" in found(doctor.memory, run(model))
+    weights.unlink()
+    assert states(doctor.memory, run(model)) == ["ok"]
+
+
 def test_a_file_of_the_future(run, tmp_path):
     done = tmp_path / "runs/smollm2-135m/base/01_generate/done.json"
     done.parent.mkdir(parents=True)

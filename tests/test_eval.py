@@ -147,6 +147,16 @@ def test_three_of_ten_failures_are_counted_left_out_and_too_many(engine):
     assert sum("failed" in r for r in results["rows"]) == 3
 
 
+@pytest.mark.parametrize("dtype, ties", [("float32", 1), ("bfloat16", 2)])
+def test_only_a_gap_that_rounding_decides_is_a_near_tie(dtype, ties):
+    level = {"seconds": {"a": 1.0}, "rows": [row([2, 5, 2, 1])] * 5}
+    found = [{"prompt": k, "position": 1, "gap": gap} for k, gap in enumerate([0.005, -0.2, 3.0, None])]
+    passes = {name: [{"levels": {"4": level}, "differences": found}] for name in ("3-1-4", "plain")}
+    args = SimpleNamespace(eval_concurrency=[4], eval_dtype=dtype, out=Path("x"))
+    lossless = measure.summarize([{"set": "a", "id": str(k)} for k in range(5)], passes, "3-1-4", args)["lossless"]
+    assert (lossless["same"], lossless["near_ties"], lossless["different"]) == (1, ties, 4 - ties)
+
+
 def test_what_is_asked_is_explicit(engine):
     measure.ask(engine.api, [9], 8)
     assert engine.bodies[0]["sampling_params"].items() >= {**measure.SAMPLING, "max_new_tokens": 8}.items()
