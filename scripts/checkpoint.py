@@ -36,8 +36,7 @@ def write(folder, step, tensors, record, best, ranks):
         _flush(path)
         for old in sorted(folder.glob("step-*"))[:-2]:
             if old != name(folder, best):
-                (old / MARK).unlink(missing_ok=True)  # first, so that no half of it looks whole
-                shutil.rmtree(old)
+                shutil.rmtree(old)  # half of it is not complete: its record names every file
     ranks.agree(False)  # nobody leaves before it is written: torchrun ends the ranks once one has ended
 
 
