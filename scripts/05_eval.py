@@ -121,8 +121,8 @@ def main():
 
 def agree(results):
     """Refuse if the server accepts other lengths of the draft than the trainer's model gets on the same answers: a draft
-    that is served in another way than it was trained; proposals past the end of an answer, which only the server knows, apart.  Wider where the server's texts differ (bf16): 1.40 and 1.39 on an
-    H200 with a quarter of them equal."""
+    that is served in another way than it was trained.  Proposals past the end of an answer, which only the server knows, do
+    not count.  Wider where the server's texts differ (bf16): 1.40 and 1.39 on an H200 with a quarter of them equal."""
     if isinstance(results["walked"], str):
         return
     allowed = 0.05 if results["identical_outputs"] == 1 else 0.15

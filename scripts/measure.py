@@ -97,7 +97,8 @@ def acceptance(prompts, rows, index, steps=3):
     means = [1 + a / v for v, a in pairs if v]
     beyond = sum(max(0, v + a - len(rows[i]["ids"])) for i, (v, a) in zip(index, pairs))  # accepted past the end of an answer
     return {"acceptance_length": round(length, 3), "interval": walk.interval(pairs, [prompts[i]["set"] for i in index]),
-            "within_answers": round(length - beyond / max(1, sum(total)), 3), "accepted_per_verification": round(length - 1, 3), "mean_of_means": round(sum(means) / max(1, len(means)), 3),
+            "within_answers": round(length - beyond / max(1, sum(total)), 3), "accepted_per_verification": round(length - 1, 3),
+            "mean_of_means": round(sum(means) / max(1, len(means)), 3),
             "acceptance_by_position": walk.by_position(total, steps), "conditional_acceptance": walk.conditional(total, steps),
             "accepted": total, "prompts": len(index)}
 

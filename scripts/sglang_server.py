@@ -58,7 +58,8 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
     port = int(os.environ.get("PORT") or _free_port())
     url = f"http://127.0.0.1:{port}"
     command = [*CHILD, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name",
-               Path(model).name, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-running-requests", str(max_requests), "--skip-server-warmup",
+               Path(model).name, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype,
+               "--max-running-requests", str(max_requests), "--skip-server-warmup",
                *([] if cache_prefixes else ["--disable-radix-cache"]),
                *(_capture_flags(capture) if capture else []), *(draft_flags(draft, setting) if draft else []),
                *(_cpu_flags(max_requests) if device() == "cpu" else []),
