@@ -193,6 +193,19 @@ def test_rows_of_a_server_that_dies_go_to_the_others(tiny, server, rows, tmp_pat
     assert len(published(client.store)) == len(rows)
 
 
+def test_a_server_that_dies_after_its_reply_is_not_waited_for(tiny, rows, tmp_path):
+    process, url = start_server(tiny, tmp_path / "staging")
+    client = capture.Client([url], tmp_path / "staging", states.Store(tmp_path, H))
+    fault(url, "silent")
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(keep, client, rows, 0)
+        time.sleep(2)
+        assert not kept.done()
+        process.kill()
+        process.wait()
+        assert "failed 3 times in a row" in str(kept.exception(capture.DEADLINE / 5))
+
+
 def test_the_last_server_that_dies_is_told(tiny, rows, tmp_path):
     process, url = start_server(tiny, tmp_path / "staging")
     client = capture.Client([url], tmp_path / "staging", states.Store(tmp_path, H))
