@@ -71,7 +71,7 @@ train: $(N)/04_train/done.json  ## 04  train the draft model, export it
 $(N)/04_train/done.json: $(D)/03_extract/done.json $(wildcard $(addsuffix /config.json,$(word 2,$(call flags,INIT)))) $(call changed,$(N)/04_train,$(TRAIN))
 	$(PYTHON) scripts/04_train.py --tokens $(D)/02_prepare --states $(D)/03_extract --model $(MODEL) --out $(@D) $(call flags,INIT) $(TRAIN)
 
-EVAL_FLAGS := EVAL_ROWS EVAL_TOKENS EVAL_CONCURRENCY EVAL_ROUNDS EVAL_DTYPE SWEEP MAX_FAILED
+EVAL_FLAGS := EVAL_ROWS EVAL_TOKENS EVAL_CONCURRENCY EVAL_ROUNDS EVAL_DTYPE EVAL_SAMPLED SWEEP MAX_FAILED
 EVAL := $(call flags,$(EVAL_FLAGS))
 eval: $(N)/05_eval/done.json  ## 05  acceptance length and speed-up, served by SGLang
 $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EVAL)) | $(filter $(SETS),$(EVAL_PROMPTS))
@@ -79,7 +79,7 @@ $(N)/05_eval/done.json: $(N)/04_train/done.json $(call changed,$(N)/05_eval,$(EV
 
 MACHINE := CUDA_VISIBLE_DEVICES NPROC PORT CONCURRENCY RPM TPM DEADLINE WORKERS SAVE_EVERY SERVER_WAIT SGLANG_ARGS LOG_EVERY OMP_NUM_THREADS \
   TRUST_REMOTE_CODE REDO DEVICE PYTHON GOAL WAIT STOP_WAIT STALL_AFTER STALL_EXIT JSON WATCH ROW AGAINST PROBE FORCE \
-  SERVERS WORKER STAGING KEEP_FREE FSYNC VERIFY SHARD NNODES NODE_RANK RDZV LOGGER
+  SERVERS WORKER STAGING KEEP_FREE FSYNC VERIFY MICRO_TOKENS SHARD NNODES NODE_RANK RDZV LOGGER
 KNOWN := TARGET DATA NAME RUNS MODEL PROMPTS INIT EVAL_PROMPTS $(MACHINE) $(foreach s,GENERATE PREPARE EXTRACT TRAIN EVAL,$($s_FLAGS))
 # The settings on the command line; a word within a value, like the second of "--tp-size=4 --dp-size=2", is none.
 TYPED := $(foreach o,$(MAKEOVERRIDES),$(if $(findstring =,$o),$(firstword $(subst =, ,$o))))

@@ -22,7 +22,8 @@ acceptance: acceptance length, walked over the held-out answers as a server does
 checkpoint with the highest is exported.  ceiling: of a draft that is right wherever its vocabulary lets it.
 
 Where it runs changes no number and is environment: NPROC ranks (torchrun), of NNODES machines that share the disk
-(NODE_RANK 0 .., RDZV=host:port of the first), SHARD=1 (FSDP2), WORKERS, LOGGER=tensorboard|wandb|trackio|mlflow.
+(NODE_RANK 0 .., RDZV=host:port of the first), SHARD=1 (FSDP2), WORKERS, LOGGER=tensorboard|wandb|trackio|mlflow, and
+MICRO_TOKENS: what a rank runs at a time at most (16384 with a GPU, less where its memory says so; a pack on a CPU).
 SAVE_EVERY (20m) between checkpoints, and one at each epoch's end; the same command resumes at the newest, with as many
 ranks as there are then.
 """
@@ -51,8 +52,8 @@ def arguments():
     p.add_argument("--train-rows", type=int, help="train on so many rows only, drawn by --seed: what would more data give? (default all)")
     p.add_argument("--epochs", type=int, default=5, help="passes over the training rows; one to three suffice from 200,000 rows on (default 5)")
     p.add_argument("--batch-tokens", type=int, default=8192, help="tokens of one step over all ranks (default 8192)")
-    p.add_argument("--pack-tokens", type=int, help="tokens that a rank runs at a time: a step is --batch-tokens / --pack-tokens "
-                   "packs, dealt to the ranks; lower it if memory is short (default 8192, or --batch-tokens if that is less)")
+    p.add_argument("--pack-tokens", type=int, help="tokens of a pack: a step is --batch-tokens / --pack-tokens packs, dealt to the ranks "
+                   "(default: --batch-tokens, its half, quarter .., the smallest that holds every row and stays at most 5 %% empty)")
     p.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: speculators' default, Muon for the matrices; "
                    "no public comparison (default adamw, as everyone's published drafts)")
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate; on 391 rows 1e-3 gave 1.68 and 1e-4 1.33, with 500,000 rows "
@@ -86,7 +87,7 @@ def main():
     if not 0 <= args.warmup_ratio < 1:
         raise stage.Refused(f"--warmup-ratio {args.warmup_ratio}: a share of the steps, less than 1")
     stage.torchrun(out)
-    progress.plan("loading libraries", "loading the target's", "planning", "checking", "training", "exporting", "comparing", "drawing")
+    progress.plan("loading libraries", "loading the target's", "planning", "checking", "fitting", "training", "exporting", "comparing", "drawing")
     progress.phase("loading libraries")
     import packing
     import trainer
@@ -116,7 +117,7 @@ def main():
                         args.pack_tokens, args.train_rows, t2d if args.out_of_vocab == "mask" else None)
     rows = data.rows["train"] + data.rows["val"]
     mine = rows[ranks.rank::ranks.size]
-    progress.plan(("checking", len(mine)), ("training", len(data.steps)), "exporting", "comparing", "drawing", rows=len(data.lengths))
+    progress.plan(("checking", len(mine)), "fitting", ("training", len(data.steps)), "exporting", "comparing", "drawing", rows=len(data.lengths))
     progress.phase("checking the states", len(mine), "row")
     for row in mine:
         stage.check_stop()
@@ -132,6 +133,7 @@ def main():
     progress.log(f"{len(data.rows['train'])} rows, {data.count([data.rows['train']])} tokens to train on; "
                  f"{len(data.rows['val'])} rows held out")
     progress.log(vocab.ceiling(counts, vocab.load_counts(args.tokens / "token_freq_held_out.pt"), t2d, args.ttt_steps))
+    progress.phase("fitting the batches to the memory")
     run.run()
     if ranks.rank:
         return

@@ -10,7 +10,7 @@ Reads   --draft          04_train: sglang/, draft/, contract.json; or any draft'
         --tokens         02_prepare: the training rows, which no prompt may come from
         --eval-prompts   files of {"id", "messages"} or {"prompt"} lines, each a set of its own
 Writes  sglang/          a draft of others as it is served here, its layers named
-        pass-*.json      greedy answers, timing, the server's counts of accepted proposals; one file a server
+        pass-*.json      answers, timing, the server's counts of accepted proposals; one file a server
         rows.jsonl       one row a prompt: set, id, tokens, acceptance length, identical
         results.json     acceptance_length with its interval, by position and set; tokens_per_s, tokens_per_s_baseline, speedup
                          (at the most requests in flight), speeds of all settings, advice, lossless, walked, settings
@@ -20,9 +20,11 @@ Writes  sglang/          a draft of others as it is served here, its layers name
 
 Acceptance length: 1 + accepted proposals per verification, pooled over all verifications of all prompts, from the server's
 own counts; the 95 % interval draws prompts anew.  Temperature 0.  Every setting and the plain target get a fresh server,
---eval-rounds times in turn.  Where the target fits in memory, the greedy answers are also walked with the trainer's model: it
-must agree with the server (walk.py).
+--eval-rounds times in turn.  Whether the draft changes the output is asked in float32, of 8 prompts of each set if --eval-dtype
+is another and the target fits in memory so, and of answers at temperature 1.  Where the target fits in memory, the greedy
+answers are also walked with the trainer's model: it must agree with the server (walk.py).
 """
+import argparse
 import json
 import re
 from importlib.metadata import version
@@ -36,11 +38,11 @@ import progress
 import questions
 import report
 import stage
+import states
 import walk
-from sglang_server import device
+from measure import MAIN
+from sglang_server import Died, device
 from stage import Refused
-
-MAIN = "3-1-4"  # steps, top-k, draft tokens: what acceptance is measured with
 
 
 def arguments():
@@ -58,6 +60,8 @@ def arguments():
     p.add_argument("--eval-dtype", default="bfloat16", help="float32, on a CPU: outputs should be identical (default bfloat16)")
     p.add_argument("--sweep", type=lambda text: re.fullmatch(r"\d+-\d+-\d+(,\d+-\d+-\d+)*", text)[0].split(","), default=[],
                    help="other settings to try, as steps-topk-tokens: 1-1-2,2-1-3,5-1-6,5-4-16; each costs --eval-rounds servers (default none)")
+    p.add_argument("--eval-sampled", type=int, default=8 if device() == "cuda" else 0, help="answers at temperature 1 to each of 8 prompts "
+                   "of each set, with the draft and without: are they equally likely? (default 8 with a GPU; a CPU's SGLang verifies greedily)")
     p.add_argument("--max-failed", type=float, default=0.02, help="share of requests that may fail (default 0.02)")
     return p.parse_args()
 
@@ -97,9 +101,11 @@ def main():
                   "loading the target", ("walking", len(prompts)))
     passes = {name: [] for name in names}
     for name, path in paths:
-        against = passes[MAIN][-1]["levels"][str(most)]["rows"] if name == "plain" else None
-        passes[name].append(measure.one_pass(path, prompts, args, served, None if name == "plain" else name, against))
-    results = measure.summarize(prompts, passes, MAIN, args)
+        plain = name == "plain"
+        passes[name].append(measure.one_pass(path, prompts, args, served, None if plain else name, passes[MAIN][-1] if plain else None))
+    results = measure.summarize(prompts, passes, args)
+    if args.eval_dtype != "float32" and states.reference_device(args.model):
+        results["lossless"] = in_float32(prompts, args, served) or results["lossless"]
     results["walked"] = walk.drafts(args, made, prompts, passes["plain"][-1]["levels"][str(most)]["rows"])
     stage.write(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in results.pop("rows")))
     steps, top_k, tokens = map(int, MAIN.split("-"))
@@ -117,6 +123,19 @@ def main():
     agree(results)
     stage.finish(out, asked, results["prompts"], {"in the training rows": len(same), "failed": len(prompts) - results["prompts"]},
                  acceptance_length=results["acceptance_length"], speedup=results["speedup"])
+
+
+def in_float32(prompts, args, draft):
+    """measure.lossless() of 8 prompts of each set in float32; None where the engine can't serve that."""
+    exact = argparse.Namespace(**vars(args) | {"eval_dtype": "float32", "eval_concurrency": [8], "eval_sampled": 0})
+    some, found = [prompts[i] for own in measure.sample(prompts, 1, 0).values() for i in own], None
+    try:
+        for setting in (MAIN, None):
+            drafted, found = found, measure.one_pass(args.out / f"pass-float32-{setting or 'plain'}.json", some, exact, draft, setting, found)
+    except Died as reason:
+        progress.log(f"float32 is not served here, so the outputs are compared in {args.eval_dtype}: {reason}")
+        return None
+    return measure.lossless(drafted, found, "8", "float32")
 
 
 def agree(results):

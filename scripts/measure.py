@@ -1,8 +1,8 @@
 """Measure a served target: passes over the prompts with the draft and without it, in turn, each by a fresh server.
 
 A pass answers all prompts at the most requests in flight, and some of each set at fewer.  pass-ROUND-NAME.json holds
-{"levels": {in flight: {"seconds": {set: s}, "rows": [a row a prompt, or null]}}, "differences": [...]}, a row being
-{"ids", "accepted": [times that 0, 1 .. proposals were accepted], "first", "seconds"} or {"failed": why}.
+{"levels": {in flight: {"seconds": {set: s}, "rows": [a row a prompt, or null]}}, "differences": [...], "sampled": [...]}, a row
+being {"ids", "accepted": [times that 0, 1 .. proposals were accepted], "first", "seconds"} or {"failed": why}.
 """
 import json
 import time
@@ -17,7 +17,9 @@ from stage import Refused
 # Explicit, all of it: a server's own defaults, or a model's, would be other questions.
 SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
             "repetition_penalty": 1.0, "ignore_eos": False}
+MAIN = "3-1-4"                             # steps, top-k, draft tokens: what acceptance is measured with
 NOISE = 0.02, 0.1                          # a gain below is none: by two rounds or more, by one
+SAMPLED = 128                              # tokens of an answer at temperature 1, at most
 TIE = {"float32": 0.01, "bfloat16": 0.5}   # nats between two tokens that rounding may swap; logits near 30 are 0.125 apart in bfloat16
 
 
@@ -27,14 +29,15 @@ def sample(prompts, flight, most):
     return sets if flight == most else {name: index[:max(8, 4 * flight)] for name, index in sets.items()}
 
 
-def one_pass(path, prompts, args, draft, setting, against):
+def one_pass(path, prompts, args, draft, setting, against=None):
     """One pass, kept in `path`; it is timed as a whole, so an interrupted one starts anew.  setting: None for the plain target,
-    which weighs where its answers and those of `against` (rows of a pass with the draft) first differ."""
+    which weighs where its answers and those of `against`, a pass with the draft, first differ, and how likely it finds both's
+    answers at temperature 1."""
     name = f"with the draft {setting}" if setting else "without the draft"
     if path.exists():
         progress.log(f"{path.name} is there: the pass {name} is not repeated")
         return json.loads(path.read_text())
-    most, levels, found = max(args.eval_concurrency), {}, []
+    most, levels, found = max(args.eval_concurrency), {}, {"differences": [], "sampled": []}
     with serve(args.model, stage.part_log(path.parent, "sglang"), args.eval_dtype, draft=setting and draft, setting=setting,
                cache_prefixes=False, max_requests=most, wait_for=f"starting SGLang {name}") as url:
         api = Api(url)
@@ -50,19 +53,55 @@ def one_pass(path, prompts, args, draft, setting, against):
                 seconds[subset] = time.monotonic() - started
             levels[str(flight)] = {"seconds": seconds, "rows": rows}
             check(rows, args.max_failed, path)
-        for i, row in enumerate(against or ()):
+        for i, row in enumerate(against["levels"][str(most)]["rows"] if against else ()):
             plain = levels[str(most)]["rows"][i]
             if "ids" in row and "ids" in plain and row["ids"] != plain["ids"]:
-                found.append({"prompt": i, **difference(api, prompts[i]["ids"], plain["ids"], row["ids"])})
-    stage.write(path, json.dumps({"levels": levels, "differences": found}))
-    return {"levels": levels, "differences": found}
+                found["differences"].append({"prompt": i, **difference(api, prompts[i]["ids"], plain["ids"], row["ids"])})
+        if args.eval_sampled and setting in (MAIN, None):
+            found["sampled"] = sampled(api, prompts, args.eval_sampled, most)
+            for which, answers in {"plain": found["sampled"], "drafted": against["sampled"]}.items() if against else ():
+                found[f"nats_{which}"] = [[nats(api, prompts[i]["ids"], ids) for ids in own] for i, own in answers]
+    stage.write(path, json.dumps({"levels": levels, **found}))
+    return {"levels": levels, **found}
 
 
-def ask(api, ids, tokens, **more):
+def sampled(api, prompts, times, flight):
+    """[(number of a prompt, its answers at temperature 1)], `times` of each, of the 8 first prompts of each set."""
+    index = [i for own in sample(prompts, 1, 0).values() for i in own]
+    progress.phase("answering at temperature 1", times * len(index), "answer", flight=flight)
+    answers = {i: [] for i in index}
+    for i, row in each(lambda i: (i, ask(api, prompts[i]["ids"], SAMPLED, {"temperature": 1.0})), index * times, flight):
+        answers[i].append(row.get("ids", []))
+        progress.advance()
+    return [(i, [ids for ids in own if ids]) for i, own in answers.items()]
+
+
+def nats(api, prompt, ids):
+    """The mean log-probability of an answer's tokens by the server's own count."""
+    about = api.post("/generate", {"input_ids": prompt + ids, "return_logprob": True, "logprob_start_len": len(prompt) - 1,
+                                   "sampling_params": {**SAMPLING, "max_new_tokens": 1}})["meta_info"]
+    return sum(entry[0] for entry in about["input_token_logprobs"][-len(ids):]) / len(ids)
+
+
+def same_distribution(plain):
+    """Whether answers at temperature 1 with the draft are what the plain target draws, by the plain pass's "nats_*": their mean
+    over the prompts, the mean of the paired differences and its standard error; a server that verifies greedily, say, gives
+    likelier answers than the target would."""
+    from statistics import mean, stdev
+
+    pairs = [(mean(a), mean(b)) for a, b in zip(plain["nats_drafted"], plain["nats_plain"]) if a and b]
+    gaps = [a - b for a, b in pairs]
+    error = stdev(gaps) / len(gaps) ** 0.5
+    return {"prompts": len(pairs), "answers": sum(map(len, plain["nats_drafted"])), "nats_with_draft": round(mean(a for a, _ in pairs), 4),
+            "nats_plain": round(mean(b for _, b in pairs), 4), "difference": round(mean(gaps), 4), "standard_error": round(error, 4),
+            "same": abs(mean(gaps)) <= 4 * error}
+
+
+def ask(api, ids, tokens, sampling={}, **more):
     """One answer, streamed as two events, so that the client's own work does not slow the server down; or why there is none."""
     try:
         first, seconds, reply = api.stream("/generate", {"input_ids": ids, "stream": True, **more, "sampling_params": {
-            **SAMPLING, "max_new_tokens": tokens, "stream_interval": 1 << 20}})
+            **SAMPLING, **sampling, "max_new_tokens": tokens, "stream_interval": 1 << 20}})
     except Rejected as reason:
         return {"failed": str(reason)}
     about = reply["meta_info"]
@@ -103,6 +142,14 @@ def acceptance(prompts, rows, index, steps=3):
             "accepted": total, "prompts": len(index)}
 
 
+def lossless(drafted, plain, most, dtype):
+    """How many greedy answers of a pass with the draft are those of the plain one, and why the others are not."""
+    both = sum("ids" in a and "ids" in b for a, b in zip(drafted["levels"][most]["rows"], plain["levels"][most]["rows"]))
+    found, tie = plain["differences"], TIE.get(dtype, TIE["bfloat16"])
+    ties = sum(d["gap"] is not None and abs(d["gap"]) <= tie for d in found)
+    return {"dtype": dtype, "same": both - len(found), "near_ties": ties, "different": len(found) - ties, "tie": tie, "first_differences": found}
+
+
 def speed(prompts, levels, subset=None):
     """Of one level, by several rounds: tokens a second over all, their spread between rounds, and medians of the requests."""
     from statistics import median
@@ -134,11 +181,11 @@ def advice(speeds):
     return found
 
 
-def summarize(prompts, passes, main, args):
+def summarize(prompts, passes, args):
     """Figures of all prompts, and of each set under "sets"; acceptance and sameness by the last round, speed by all of them."""
     most = str(max(args.eval_concurrency))
     rows = {name: found[-1]["levels"][most]["rows"] for name, found in passes.items()}
-    drafted, plain = rows[main], rows["plain"]
+    drafted, plain = rows[MAIN], rows["plain"]
     index = [i for i in range(len(prompts)) if "ids" in drafted[i] and "ids" in plain[i]]
     if not any(drafted[i]["accepted"] for i in index):
         raise Refused(f"{stage.part_log(args.out, 'sglang')}: the server reports no verification; it did not use the draft")
@@ -147,17 +194,16 @@ def summarize(prompts, passes, main, args):
 
     def figures(subset=None):
         own = [i for i in index if subset in (None, prompts[i]["set"])]
-        rate, base = (speed(prompts, [p["levels"][most] for p in passes[name]], subset)["tokens_per_s"] for name in (main, "plain"))
+        rate, base = (speed(prompts, [p["levels"][most] for p in passes[name]], subset)["tokens_per_s"] for name in (MAIN, "plain"))
         return {**acceptance(prompts, drafted, own), "tokens_per_s": rate, "tokens_per_s_baseline": base,
                 "speedup": round(rate / base, 3) if base else None, "asked": sum(subset in (None, p["set"]) for p in prompts),
                 "identical_outputs": round(sum(plain[i]["ids"] == drafted[i]["ids"] for i in own) / max(1, len(own)), 4)}
 
-    found, tie = passes["plain"][-1]["differences"], TIE.get(args.eval_dtype, TIE["bfloat16"])
-    ties = sum(d["gap"] is not None and abs(d["gap"]) <= tie for d in found)
     return {**figures(), "sets": {name: figures(name) for name in dict.fromkeys(p["set"] for p in prompts)}, "speeds": speeds,
             "advice": advice(speeds), "by_setting": {name: acceptance(prompts, r, [i for i in index if "ids" in r[i]], int(name.split("-")[0]))
                                                      for name, r in rows.items() if name != "plain"},
-            "lossless": {"same": len(index) - len(found), "near_ties": ties, "different": len(found) - ties, "tie": tie, "first_differences": found},
+            "lossless": lossless(passes[MAIN][-1], passes["plain"][-1], most, args.eval_dtype),
+            "temperature_1": same_distribution(passes["plain"][-1]) if args.eval_sampled else "not asked for; on a CPU SGLang verifies greedily",
             "rows": [{"set": p["set"], "id": p["id"], **({"tokens": len(d["ids"]), "identical": d["ids"] == a["ids"], "acceptance_length":
                       round(walk.acceptance_length(d["accepted"]), 3)} if i in index else {"failed": d.get("failed") or a.get("failed")})}
                      for i, (p, d, a) in enumerate(zip(prompts, drafted, plain))]}

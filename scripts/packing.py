@@ -47,6 +47,15 @@ def packs(lengths, size, seed=None):
     return closed + [p[1] for p in open_packs]
 
 
+def pack_size(lengths, step):
+    """Tokens of a pack, for rows of {row: length}: those of a step or the half, quarter .. of them, the smallest that holds every
+    row and stays at most 5 % empty; the smaller, the more ranks a step can be dealt to, and the less memory it needs."""
+    some, least = dict(islice(lengths.items(), 20000)), max(1024, *lengths.values())
+    sizes = [size for n in range(step.bit_length()) if (size := step >> n) >= least] or [step]
+    full = {size: sum(some.values()) / (size * len(packs(some, size))) for size in sizes if size >= max(some.values())}
+    return min((size for size in full if full[size] >= min(0.95, max(full.values()) - 0.01)), default=step)
+
+
 class Samples(torch.utils.data.Dataset):
     """speculators' data set, each sample checked when it is read: item `row` is (row, sample) or (row, what is wrong).
 
@@ -78,31 +87,31 @@ class Samples(torch.utils.data.Dataset):
 class Data:
     """The samples, and the plan: which rows stand in which pack of which step, for all epochs.
 
-    batch_tokens: of a step, over all ranks; pack_tokens: of what one rank runs at a time; train_rows: how many of the
-    training rows, drawn by the seed, so that a larger number holds the smaller; inside: see Samples."""
+    batch_tokens: of a step, over all ranks; pack_tokens: of a pack (None: see pack_size); train_rows: how many of the
+    training rows, drawn by the seed, so that a larger number holds the smaller; inside: see Samples.  A rank runs `at_once`
+    packs at a time, as one batch: that changes a step by rounding only, so it is no part of the plan."""
 
     def __init__(self, tokens, states, hidden_size, batch_tokens, epochs, seed, ranks, pack_tokens=None, train_rows=None, inside=None):
+        from datasets import load_from_disk
         from hs_connectors import FP8Transfer
-        from speculators.models.eagle3.data import shift_batch
-        from speculators.train.data import ArrowDataset, CollateFn
+        from speculators.train.data import ArrowDataset
 
-        size = pack_tokens or min(8192, batch_tokens)
-        dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-        self.samples = ArrowDataset(size, tokens / "dataset", FP8Transfer(Path(states)), on_missing="raise",
-                                    hidden_states_dtype=dtype)
-        self.table = self.samples.data.with_format(None)
+        self.table = load_from_disk(tokens / "dataset").with_format(None)
         self.lengths = [n - 1 for n in self.table["seq_len"]]          # the shift by one drops each row's first token
         self.rows = {split: [i for i, s in enumerate(self.table["split"]) if s == split] for split in ("train", "val")}
         random.Random(seed).shuffle(self.rows["train"])
         self.rows["train"] = sorted(self.rows["train"][:train_rows])
         if not self.rows["train"]:
             raise Refused(f"{tokens} holds no row of the training split")
-        per_step = batch_tokens // size
+        self.size = size = pack_tokens or pack_size(dict(enumerate(self.lengths)), batch_tokens)
+        self.per_step = per_step = batch_tokens // size
         if not per_step:
             raise Refused(f"--batch-tokens {batch_tokens} is less than a pack of {size} tokens: raise it, or lower --pack-tokens")
         if per_step < ranks.size:  # changes no number, so it is not refused
             progress.log(f"warning: a step is {per_step} packs of {size} tokens, so {ranks.size - per_step} of {ranks.size} ranks have nothing "
                          "to do: raise --batch-tokens or lower --pack-tokens to use them")
+        self.dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+        self.samples = ArrowDataset(size, tokens / "dataset", FP8Transfer(Path(states)), on_missing="raise", hidden_states_dtype=self.dtype)
         self.ranks, self.begun, self.broken = ranks, False, {}         # broken: {row: what is wrong}
         self.steps = []                                                # (epoch, packs)
         for epoch in range(epochs):
@@ -111,24 +120,35 @@ class Data:
         self.validation = packs({row: self.lengths[row] for row in self.rows["val"]}, size)
         self.plan = hashlib.sha256(json.dumps(self.steps).encode()).hexdigest()[:16]
         self.checked = Samples(self.samples, hidden_size, inside)
-        self.filled = CollateFn(size, hidden_size, dtype=dtype, preprocess=shift_batch)
-        self.workers = workers(size * 4 * hidden_size * dtype.itemsize, ranks.device)
+        self.run_at_once(1)
+
+    def run_at_once(self, packs):
+        """Let a rank run so many packs at a time."""
+        from speculators.models.eagle3.data import shift_batch
+        from speculators.train.data import CollateFn
+
+        self.at_once, hidden_size = packs, self.checked.hidden_size
+        self.filled = CollateFn(packs * self.size, hidden_size, dtype=self.dtype, preprocess=shift_batch)
+        self.workers = workers(packs * self.size * 4 * hidden_size * self.dtype.itemsize, self.ranks.device)
 
     def count(self, step):
         return sum(self.lengths[row] for pack in step for row in pack)
 
     def collate(self, items):
-        """A pack's batch, without the rows that can't be used; empty packs are all padding, and weigh nothing."""
+        """The batch of some packs, without the rows that can't be used; without any it is all padding, and weighs nothing."""
         good = [(row, sample) for row, sample in items if isinstance(sample, dict)]
         return {**self.filled([sample for _, sample in good]), "rows": [row for row, _ in good],
                 "broken": {row: wrong for row, wrong in items if isinstance(wrong, str)}}
 
     def batches(self, steps):
-        """Yield (rows, batch, whether it ends the step) of this rank's packs; each rank has as many in a step."""
-        n = self.ranks.size
-        mine = [(step + [[]] * (-len(step) % n))[self.ranks.rank::n] for step in steps]
-        ends = (i == len(step) for step in mine for i in range(1, 1 + len(step)))
-        loader = torch.utils.data.DataLoader(self.checked, batch_sampler=[pack for step in mine for pack in step],
+        """Yield (rows, batch, whether it ends the step) of this rank's packs; each rank has as many batches in a step."""
+        n, mine, ends = self.ranks.size, [], []
+        for step in steps:
+            share = step[self.ranks.rank::n]
+            for first in range(0, -(-len(step) // n), self.at_once):
+                mine.append([row for pack in share[first:first + self.at_once] for row in pack])
+                ends.append(first + self.at_once >= -(-len(step) // n))
+        loader = torch.utils.data.DataLoader(self.checked, batch_sampler=mine,
                                              collate_fn=self.collate, num_workers=self.workers,
                                              multiprocessing_context="fork" if self.workers else None,  # spawned ones import
                                              worker_init_fn=stage.bind_to_parent,                       # torch: 10 to 20 s
@@ -139,7 +159,10 @@ class Data:
             first = list(islice(batches, 1))
         for end, batch in chain(first, batches):
             self.exclude(batch["broken"])
-            yield batch["rows"], {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}, end
+            yield batch["rows"], self.on_device(batch), end
+
+    def on_device(self, batch):
+        return {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items() if torch.is_tensor(v)}
 
     def exclude(self, broken):
         for row in broken.keys() - self.broken.keys():

@@ -31,6 +31,7 @@ from api import Api
 from stage import CHILD, ROOT, Refused
 
 PATCHES = ROOT / "patches"
+EXACT = ["--enable-deterministic-inference"]  # on a GPU; its kernels take float32, the usual ones of norms do not
 
 
 class Died(Refused):
@@ -62,7 +63,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
                "--max-running-requests", str(max_requests), "--skip-server-warmup",
                *([] if cache_prefixes else ["--disable-radix-cache"]),
                *(_capture_flags(capture) if capture else []), *(draft_flags(draft, setting) if draft else []),
-               *(_cpu_flags(max_requests) if device() == "cpu" else []),
+               *(_cpu_flags(max_requests) if device() == "cpu" else EXACT if dtype == "float32" else []),
                *shlex.split(os.environ.get("SGLANG_ARGS", ""))]
     paths = [str(PATCHES), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1",

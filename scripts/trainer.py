@@ -3,8 +3,8 @@
 T tokens of a pack, H hidden size, K draft vocabulary, S TTT steps (training-time test: the draft is unrolled on its own
 states as a server does).  Source: EAGLE-3 (arXiv 2503.01840); speculators 0.9.0, models/eagle3/core.py.
 
-A step is a list of packs, planned for all epochs from lengths and seed alone and dealt to the ranks that there are.  Each
-rank sums its packs' gradients, weighted by their trained tokens; the ranks' sums are added and divided by the trained
+A step is a list of packs, planned for all epochs from lengths and seed alone and dealt to the ranks that there are, which
+run as many at a time as their memory takes.  Each rank sums its packs' gradients, weighted by their trained tokens; the ranks' sums are added and divided by the trained
 tokens of the step.  So the number of ranks changes a step by rounding only, and may change at a resume.
 """
 import json
@@ -255,12 +255,38 @@ class Trainer:
         try:
             self.train()
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            if not out_of_memory(error):
                 raise
             raise Refused(f"out of memory at step {self.step}: lower --pack-tokens, --ttt-steps or --draft-vocab (REDO=1, or another "
                           "NAME), or set SHARD=1 with more GPUs; the checkpoints stay") from error
 
+    def fit(self):
+        """Find how many packs to run at a time: MICRO_TOKENS (environment; 16384 with a GPU, else one pack, which is as fast on a
+        CPU) or the half of it, the quarter .., whatever passes with a batch of padding.  Sharded ranks wait for each other within
+        a pass, which a rank without memory would never end, so they run one pack at a time."""
+        most = int(os.environ.get("MICRO_TOKENS") or (16384 if self.ranks.device.type == "cuda" else 0)) // self.data.size
+        packs = min(-(-self.data.per_step // self.ranks.size), most)
+        while packs > 1 and not self.ranks.sharded:
+            self.data.run_at_once(packs)
+            try:
+                with self.compiling("training"):
+                    self.forward(self.data.on_device(self.data.collate([])), self.no_sums())[1].backward()
+                short = False
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                short = True
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            if not self.ranks.agree(short):
+                return
+            progress.log(f"{packs} packs at a time are too many for the memory of a rank")
+            packs = -(-packs // 2)
+        self.data.run_at_once(1)
+
     def train(self):
+        self.fit()
+        progress.log(f"a rank runs {self.data.at_once} of a step's {self.data.per_step} packs of {self.data.size} tokens at a time")
         resumed = self.resume()
         progress.log(f"resuming at step {self.step}" if resumed else "starting from scratch")
         if not resumed:
@@ -306,7 +332,7 @@ class Trainer:
         return progress.aside(f"compiling for {what}")
 
     def forward(self, batch, sums):
-        """(proposals of each TTT step [1, T], loss times trained tokens) of a pack; what it counts is added to `sums`."""
+        """(proposals of each TTT step [1, T], loss times trained tokens) of a batch; what it counts is added to `sums`."""
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.ranks.device.type == "cuda"):
             proposals, loss, metrics = self.draft(**batch, ttt_steps=self.args.ttt_steps, loss_config=self.loss,
                                                   ttt_step_loss_decay=self.args.ttt_decay)
@@ -383,7 +409,7 @@ class Trainer:
         d2t, t2d = self.draft.d2t, self.draft.t2d
         inside = (lambda token: True) if t2d is None else t2d.tolist().__getitem__
         accepted, possible = Counter(), Counter()
-        with progress.aside("validating", -(-len(self.data.validation) // self.ranks.size), "pack"):
+        with progress.aside("validating", -(-len(self.data.validation) // self.ranks.size // self.data.at_once), "batch"):
             for rows, batch, _ in self.data.batches([self.data.validation]):
                 with self.compiling("validation"):
                     proposals, _ = self.forward(batch, sums)
@@ -467,6 +493,10 @@ class Trainer:
         path = checkpoint.name(folder, self.best["step"]) if self.best["step"] >= 0 else checkpoint.newest(folder)[0]
         checkpoint.load(path, {"weights": {name: p.data for name, p in trainable(draft).items()}})
         return draft
+
+
+def out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)  # the latter a CPU's
 
 
 def last_row(path):

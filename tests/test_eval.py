@@ -140,8 +140,8 @@ def test_three_of_ten_failures_are_counted_left_out_and_too_many(engine):
         measure.check(rows, 0.02, Path("pass-1-plain.json"))
     measure.check(rows, 0.3, Path("pass-1-plain.json"))
     level = {"seconds": {"a": 1.0, "b": 1.0}, "rows": rows}
-    prompts, args = [{"set": "b" if k == 2 else "a", "id": str(k)} for k in range(10)], SimpleNamespace(eval_concurrency=[4], eval_dtype="float32", out=Path("x"))
-    results = measure.summarize(prompts, {name: [{"levels": {"4": level}, "differences": []}] for name in ("3-1-4", "plain")}, "3-1-4", args)
+    prompts, args = [{"set": "b" if k == 2 else "a", "id": str(k)} for k in range(10)], SimpleNamespace(eval_concurrency=[4], eval_dtype="float32", eval_sampled=0, out=Path("x"))
+    results = measure.summarize(prompts, {name: [{"levels": {"4": level}, "differences": []}] for name in ("3-1-4", "plain")}, args)
     assert (results["prompts"], results["asked"]) == (7, 10) and results["accepted"] == [7, 7, 0, 0]
     assert (results["sets"]["b"]["prompts"], results["sets"]["b"]["asked"], results["sets"]["b"]["interval"]) == (0, 1, [1.0, 1.0])
     assert sum("failed" in r for r in results["rows"]) == 3
@@ -152,9 +152,19 @@ def test_only_a_gap_that_rounding_decides_is_a_near_tie(dtype, ties):
     level = {"seconds": {"a": 1.0}, "rows": [row([2, 5, 2, 1])] * 5}
     found = [{"prompt": k, "position": 1, "gap": gap} for k, gap in enumerate([0.005, -0.2, 3.0, None])]
     passes = {name: [{"levels": {"4": level}, "differences": found}] for name in ("3-1-4", "plain")}
-    args = SimpleNamespace(eval_concurrency=[4], eval_dtype=dtype, out=Path("x"))
-    lossless = measure.summarize([{"set": "a", "id": str(k)} for k in range(5)], passes, "3-1-4", args)["lossless"]
+    args = SimpleNamespace(eval_concurrency=[4], eval_dtype=dtype, eval_sampled=0, out=Path("x"))
+    lossless = measure.summarize([{"set": "a", "id": str(k)} for k in range(5)], passes, args)["lossless"]
     assert (lossless["same"], lossless["near_ties"], lossless["different"]) == (1, ties, 4 - ties)
+
+
+@pytest.mark.parametrize("shift, same", [(0.0, True), (0.5, False)])
+def test_answers_that_are_likelier_than_the_targets_own_are_not_its_distribution(shift, same):
+    chance = numpy.random.default_rng(5)
+    by_prompt = chance.normal(-1.5, 0.6, 16)                            # prompts differ more than answers to one do
+    plain = {name: [list(chance.normal(mean + more, 0.3, 8)) for mean in by_prompt]
+             for name, more in (("nats_plain", 0.0), ("nats_drafted", shift))}
+    found = measure.same_distribution(plain)
+    assert found["same"] == same and abs(found["difference"] - shift) < 0.1 and (found["prompts"], found["answers"]) == (16, 128)
 
 
 def test_what_is_asked_is_explicit(engine):
@@ -218,8 +228,8 @@ def evaluation(tmp_path):
         out.mkdir()
         prompts = [{"set": "<b>set</b>", "id": "1"}]
         drafted, plain = {"seconds": {"<b>set</b>": 1.0}, "rows": [row([2, 5, 2, 1], 20)]}, {"seconds": {"<b>set</b>": 2.0}, "rows": [row([], 20)]}
-        results = measure.summarize(prompts, {"3-1-4": [{"levels": {"8": drafted}}], "plain": [{"levels": {"8": plain}, "differences": []}]}, "3-1-4",
-                                    SimpleNamespace(eval_concurrency=[8], eval_dtype="float32", out=out))
+        results = measure.summarize(prompts, {"3-1-4": [{"levels": {"8": drafted}}], "plain": [{"levels": {"8": plain}, "differences": []}]},
+                                    SimpleNamespace(eval_concurrency=[8], eval_dtype="float32", eval_sampled=0, out=out))
         settings = {"steps": 3, "top_k": 1, "draft_tokens": 4, "sampling": measure.SAMPLING, "dtype": "float32", "concurrency": [8], "rounds": 1,
                     "engine": "sglang 1", "sets": {"set": "abc"}, "model": "models/t", "draft": "runs/d", "draft_identity": name, "loader": "ok"}
         results |= {"walked": "no target", "overlap": {"checked": False, "same": [], "near": []}, "settings": settings | changed,

@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from packing import packs
+from packing import pack_size, packs
 from stage import Refused
 
 torch.set_num_threads(1)
@@ -55,6 +55,16 @@ def test_a_row_that_fills_a_pack_exactly_is_packed_alone():
 def test_a_row_that_is_too_long_is_refused_by_name():
     with pytest.raises(Refused, match="row 7 has 1025 tokens.*1024"):
         packs({6: 10, 7: 1025}, 1024)
+
+
+def test_a_pack_is_the_smallest_part_of_a_step_that_wastes_little():
+    chance = random.Random(3)
+    short = {row: chance.randint(100, 300) for row in range(500)}
+    assert pack_size(short, 16384) == pack_size(short, 2048) == 1024     # 4 % empty
+    assert pack_size(short | {7: 3000}, 16384) == 4096                  # the longest row
+    assert pack_size({row: 390 for row in range(500)}, 16384) == 2048   # 5 of 390 fill 95 % of it, 2 of them 76 % of 1024
+    assert pack_size({row: 1100 for row in range(500)}, 16384) == 8192  # 7 of 1100 fill 94 %, and no other size does better
+    assert pack_size(short, 512) == 512 and pack_size({1: 700}, 512) == 512  # which packs() then refuses
 
 
 def test_no_rows_make_no_packs():

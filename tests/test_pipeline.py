@@ -22,7 +22,7 @@ def settings(tiny, tmp_path_factory):
     questions.write_text("".join(json.dumps({"id": f"q{i}", "prompt": f"Say something about {i}, please."}) + "\n" for i in range(24)))
     return {"RUNS": root / "runs", "MODEL": tiny, "PROMPTS": questions, "TEMPERATURE": "1.0", "ANSWER_TOKENS": 48, "VAL_SHARE": 0.2,
             "EXTRACT_DTYPE": "float32", "GENERATE_DTYPE": "float32", "DRAFT_VOCAB": 256, "EPOCHS": 3, "BATCH_TOKENS": 512,
-            "EVAL_ROWS": 4, "EVAL_TOKENS": 24, "EVAL_DTYPE": "float32", "EVAL_CONCURRENCY": "1,4", "EVAL_ROUNDS": 2, "SWEEP": "2-2-4",
+            "EVAL_ROWS": 4, "EVAL_TOKENS": 24, "EVAL_DTYPE": "float32", "EVAL_CONCURRENCY": "1,4", "EVAL_ROUNDS": 2, "EVAL_SAMPLED": 2, "SWEEP": "2-2-4",
             "EVAL_PROMPTS": root / "runs/smollm2-135m/base/02_prepare/heldout.jsonl"}
 
 
@@ -114,6 +114,13 @@ def test_the_server_loads_the_draft_and_counts_its_proposals(finished):
             assert speed["answered"] == speed["requests"] and speed["ms_per_token"] > 0 and speed["ms_to_first_token"] > 0, name
 
 
+def test_a_server_that_verifies_greedily_at_temperature_1_is_found_out(finished):
+    """SGLang's CPU path does: with a draft it always says the likeliest token, whatever the temperature."""
+    drawn = json.loads((directory(finished, "05_eval") / "results.json").read_text())["temperature_1"]
+    assert drawn["answers"] == 8 and drawn["nats_with_draft"] > drawn["nats_plain"] and not drawn["same"]
+    assert "THE DRAFT CHANGES WHAT IS DRAWN" in (directory(finished, "05_eval") / "report.md").read_text()
+
+
 def test_the_report_can_be_made_anew_and_names_every_stage(finished):
     out = directory(finished, "05_eval")
     before = {name: (out / name).read_text() for name in ("report.md", "report.html", "card.md")}
@@ -140,10 +147,10 @@ def test_the_advice_is_the_fastest_when_it_is_tried_again_or_within_noise(finish
 
 # --- drafts of others ------------------------------------------------------------------------------------------------------
 
-def evaluated(finished, draft, out, *more):
+def evaluated(finished, draft, out, *more, dtype="float32"):
     """05's results and the plain target's answers on the same prompts for a draft's own directory."""
     script("05_eval", "--draft", draft, "--model", finished["MODEL"], "--out", out, "--eval-prompts", *more, finished["EVAL_PROMPTS"],
-           "--eval-rows", 4, "--eval-tokens", 24, "--eval-dtype", "float32", "--eval-concurrency", 4, "--eval-rounds", 1)
+           "--eval-rows", 4, "--eval-tokens", 24, "--eval-dtype", dtype, "--eval-concurrency", 4, "--eval-rounds", 1)
     plain = json.loads((out / "pass-1-plain.json").read_text())["levels"]["4"]["rows"]
     return json.loads((out / "results.json").read_text()), plain
 
@@ -185,7 +192,8 @@ def test_a_random_draft_in_speculators_layout_is_accepted_as_seldom_as_it_must(f
     made = trainer.load_draft(directory(finished, "04_train") / "draft", finished["MODEL"])
     fresh = trainer.build_draft(finished["MODEL"], made.config.eagle_aux_hidden_state_layer_ids, made.d2t, made.t2d, 3)
     fresh.save_pretrained(tmp_path / "draft")
-    results, _ = evaluated(finished, tmp_path / "draft", tmp_path / "05_eval")
+    results, plain = evaluated(finished, tmp_path / "draft", tmp_path / "05_eval", dtype="bfloat16")
+    assert results["lossless"]["dtype"] == "float32" and results["lossless"]["same"] == len(plain)  # asked of servers of their own
     known = json.loads((directory(finished, "05_eval") / "results.json").read_text())["walked"]["untrained"]["heldout"]
     assert 1 <= results["acceptance_length"] <= 1.2 and abs(results["acceptance_length"] - known) <= 0.03
     assert all(a["setting"] is None for a in results["advice"].values()), results["advice"]

@@ -226,6 +226,26 @@ def test_ranks_without_a_pack_are_told_and_change_nothing(training):
     close(one, two)
 
 
+def test_ranks_that_run_several_packs_at_a_time_train_the_same_steps(undisturbed, training):
+    for ranks, at_once in ((1, 4), (2, 2)):
+        run = training(f"at-once-{ranks}")
+        assert f"a rank runs {at_once} of a step's 4 packs of 128 tokens at a time" in run.start(ranks, MICRO_TOKENS="512").end()
+        close(undisturbed(1), run)
+
+
+def test_a_rank_runs_fewer_packs_at_a_time_where_its_memory_is_short(undisturbed, training):
+    """30,000 tokens at a time want 14 GB for the scores of one TTT step alone; the process gets 2 GB on top of its libraries."""
+    few, many = (training(name, "--batch-tokens", 30_000, "--epochs", 1) for name in ("few", "many"))
+    few.start().end()
+    many.start(MICRO_TOKENS="30000")
+    process = psutil.Process(many.children[0].pid)
+    most = process.memory_info().vms + (2 << 30)
+    process.rlimit(psutil.RLIMIT_AS, (most, most))
+    output = many.end()
+    assert "packs at a time are too many for the memory of a rank" in output
+    close(few, many)
+
+
 def test_sharded_ranks_train_the_same_steps_and_export_the_same_draft(undisturbed, training):
     from safetensors.torch import load_file
 

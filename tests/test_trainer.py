@@ -141,8 +141,9 @@ def test_a_step_is_the_mean_over_its_trained_tokens_however_it_is_cut_into_packs
     def weights(run):
         return torch.cat([p.detach().flatten() for p in run.trainable.values()])
 
-    for size in (64, 128):
+    for size, at_once in ((64, 1), (64, 3), (128, 1), (128, 2)):
         run = run_of(target, stored, tmp_path, data(stored, pack_tokens=size, batch_tokens=1024), clip_norm=1e9)
+        run.data.run_at_once(at_once)
         run.optimizers = [torch.optim.SGD(run.trainable.values(), lr=1.0)]  # Adam's first step forgets how large a gradient is
         before, sums = weights(run), run.no_sums()
         for rows, batch, complete in run.data.batches([run.data.steps[0][1]]):
@@ -153,7 +154,7 @@ def test_a_step_is_the_mean_over_its_trained_tokens_however_it_is_cut_into_packs
                   for row in hand.data.rows["train"]]
         (sum(losses) / sum(batch_of(hand.data, row)["loss_mask"].sum() for row in hand.data.rows["train"])).backward()
         gradient = torch.cat([p.grad.flatten() for p in hand.trainable.values()])
-        assert (before - weights(run) - gradient).abs().max() < 1e-4 * gradient.abs().max(), size
+        assert (before - weights(run) - gradient).abs().max() < 1e-4 * gradient.abs().max(), (size, at_once)
 
 
 def test_masked_positions_are_those_whose_next_token_is_outside_the_vocabulary(stored):

@@ -222,8 +222,8 @@ def measures(args, url, staging, until):
         rate(plain, prompts(limit), limit)
     done = known(args.out)
     baseline = []
-    for place, dtype, policy, limit in [("shm", "bf16", "none", 64), ("shm", "bf16", "none", 128), ("shm", "fp8", "none", 64),
-                                        ("disk", "bf16", "end", 128), ("disk", "fp8", "end", 128), ("disk", "bf16", "row", 128),
+    for place, dtype, policy, limit in [("shm", "bf16", "none", 128), ("disk", "fp8", "end", 128), ("disk", "fp8", "end", 64), ("disk", "bf16", "end", 128),
+                                        ("shm", "fp8", "none", 128), ("shm", "bf16", "none", 64), ("disk", "bf16", "row", 128),
                                         ("disk", "fp8", "row", 128), ("shm", "bf16", "none", 96), ("shm", "bf16", "none", 64)]:
         name = f"{place} {dtype} fsync={policy} in flight {limit}" + " again" * (("shm", "bf16", 64) == (place, dtype, limit) and len(baseline) > 2)
         if name in done:

@@ -1,6 +1,7 @@
 """02_prepare against speculators' prepare-data on the same rows in one run: rows per second and peak memory.
 
 Example
+    pip install typer==0.29.2    # speculators' command line wants it, nothing else here does
     python tests/benchmarks/prepare.py --rows 100000 --folder /tmp/bench
 
 Both get the same ids, already tokenized, each in the layout that it reads, and as many processes as there are cores.  A
