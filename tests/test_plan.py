@@ -191,7 +191,7 @@ def test_a_probe_tells_all_leaves_nothing_and_meets_the_truth(sets, tiny, tmp_pa
     (tmp_path / "tmp").mkdir()
     words = [f"RUNS={tmp_path / 'runs'}", f"MODEL={tiny}", f"PROMPTS={questions}", "TEMPERATURE=1.0", "ANSWER_TOKENS=24",
              "VAL_SHARE=0.2", "DRAFT_VOCAB=256", "EPOCHS=3", "BATCH_TOKENS=512", "EVAL_ROWS=4", "EVAL_TOKENS=8",
-             "EVAL_CONCURRENCY=4", "CONCURRENCY=16"]
+             "EVAL_CONCURRENCY=4", "EVAL_ROUNDS=1", "EVAL_DTYPE=float32", "CONCURRENCY=16"]
     began = time.time()
     text = make("plan", "PROBE=1", *words, TMPDIR=str(tmp_path / "tmp"))
     assert "unknown" not in text and text.count("eaglet-probes") == 5, text
