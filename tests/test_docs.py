@@ -4,6 +4,8 @@ Example
     python -m pytest tests/test_docs.py
 """
 import ast
+import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -120,3 +122,21 @@ def test_help_comes_at_once_and_loads_no_heavy_library(script, environment):
     while not ratios or (min(ratios) >= 3 and len(ratios) < 4):  # a busy machine may slow down one of the two
         ratios.append(timed(script, "--help")[0] / timed("-c", "import requests, psutil")[0])
     assert min(ratios) < 3
+
+
+def test_the_readmes_figures_of_the_reference_run_are_those_of_its_results():
+    results = ROOT / "tests/benchmarks/results/reference-h200.jsonl"
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "tests/benchmarks/reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    rows = list(reference.table(results.read_text().splitlines()))
+    run = {line["piece"]: line for line in map(json.loads, results.read_text().splitlines())}
+    drawn, speedups = run["eval"]["temperature_1"], [f"{advice['speedup']:.2f}" for advice in run["eval"]["advice"].values()]
+    text = " ".join(README.read_text().split())
+    assert len(rows) == 2
+    for words in (*rows, f"{run['generate']['rows_out']:,} answers", f"in {run['generate']['seconds'] / 60:.1f} minutes",
+                  f"extracted in {run['states']['seconds'] / 60:.1f} and trained on for 4 epochs in {run['train']['seconds'] / 60:.1f}",
+                  f"{run['eval']['lossless']['same']} times of {run['eval']['lossless']['same'] + run['eval']['lossless']['different']}",
+                  f"{drawn['answers']} answers at temperature 1", f"{drawn['nats_plain']:.3f} nats", f"error {drawn['standard_error']:.3f}",
+                  f"Speed-up {speedups[0]}, {speedups[1]} and {speedups[2]} with 1, 8 and 32 requests"):
+        assert words in text, words

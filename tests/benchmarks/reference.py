@@ -6,9 +6,11 @@ Example
     python tests/benchmarks/reference.py states --out DIR                  # 03
     python tests/benchmarks/reference.py train --out DIR NAME --epochs 5   # 04 as DIR/NAME, with whatever flags of its own
     python tests/benchmarks/reference.py eval --out DIR NAME --eval-rows 80    # 05 of DIR/NAME
+    python tests/benchmarks/reference.py table --out DIR                   # the README's table of DIR/results.jsonl
 
 SmolLM2-135M-Instruct answers and is trained for.  One server is bound by its host at this size, so --servers of them share the
-GPU in 01 and 03.  Every piece appends {"piece", "name", "flags", "seconds", ...done.json, results} to DIR/results.jsonl.
+GPU in 01 and 03.  Every piece appends {"piece", "name", "flags", "seconds", ...done.json, results} to DIR/results.jsonl;
+results/reference-h200.jsonl is such a file.
 """
 import argparse
 import json
@@ -114,9 +116,19 @@ def evaluate(args):
     record(args, "eval", seconds, out, interval=results["interval"], **{k: results[k] for k in kept})
 
 
+def table(lines):
+    """The README's rows of each evaluation among the lines of a results.jsonl."""
+    known = {"heldout": "held out, self-made", "humaneval": "HumanEval"}
+    for r in (r for r in map(json.loads, lines) if r["piece"] == "eval"):
+        for name, found in r["sets"].items():
+            walked = " | ".join(f"{r['walked'][draft][name]:.2f}" for draft in ("trained", "untrained", "most_frequent_token"))
+            low, high = found["interval"]
+            yield f"| {known[name]} ({found['prompts']}) | **{found['acceptance_length']:.2f}** ({low:.2f} to {high:.2f}) | {walked} |"
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("piece", choices=["data", "states", "train", "eval"])
+    p.add_argument("piece", choices=["data", "states", "train", "eval", "table"])
     p.add_argument("name", nargs="?", default="base", help="of the draft (default base)")
     p.add_argument("--out", type=Path, required=True, help="directory of the run")
     p.add_argument("--rows", type=int, default=20000, help="data: questions (default 20000)")
@@ -125,7 +137,10 @@ def main():
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("SGLANG_ARGS", ENGINE)
-    {"data": data, "states": states, "train": train, "eval": evaluate}[args.piece](args)
+    if args.piece == "table":
+        print(*table((args.out / "results.jsonl").read_text().splitlines()), sep="\n")
+    else:
+        {"data": data, "states": states, "train": train, "eval": evaluate}[args.piece](args)
 
 
 if __name__ == "__main__":
