@@ -77,22 +77,29 @@ def sampled(api, prompts, times, flight):
 
 
 def nats(api, prompt, ids):
-    """The mean log-probability of an answer's tokens by the server's own count."""
-    about = api.post("/generate", {"input_ids": prompt + ids, "return_logprob": True, "logprob_start_len": len(prompt) - 1,
-                                   "sampling_params": {**SAMPLING, "max_new_tokens": 1}})["meta_info"]
+    """The mean log-probability of an answer's tokens by the server's own count; None if it fills the window and can't be asked."""
+    try:
+        about = api.post("/generate", {"input_ids": prompt + ids, "return_logprob": True, "logprob_start_len": len(prompt) - 1,
+                                       "sampling_params": {**SAMPLING, "max_new_tokens": 1}})["meta_info"]
+    except Rejected:
+        return None
     return sum(entry[0] for entry in about["input_token_logprobs"][-len(ids):]) / len(ids)
 
 
 def same_distribution(plain):
     """Whether answers at temperature 1 with the draft are what the plain target draws, by the plain pass's "nats_*": their mean
     over the prompts, the mean of the paired differences and its standard error; a server that verifies greedily, say, gives
-    likelier answers than the target would."""
+    likelier answers than the target would.  Or why that is not known."""
     from statistics import mean, stdev
 
-    pairs = [(mean(a), mean(b)) for a, b in zip(plain["nats_drafted"], plain["nats_plain"]) if a and b]
+    told = ([[n for n in own if n is not None] for own in plain[f"nats_{which}"]] for which in ("drafted", "plain"))
+    drawn = [(a, b) for a, b in zip(*told) if a and b]
+    if len(drawn) < 2:
+        return f"{len(drawn)} prompts have some with the draft and without, too few to compare"
+    pairs = [(mean(a), mean(b)) for a, b in drawn]
     gaps = [a - b for a, b in pairs]
     error = stdev(gaps) / len(gaps) ** 0.5
-    return {"prompts": len(pairs), "answers": sum(map(len, plain["nats_drafted"])), "nats_with_draft": round(mean(a for a, _ in pairs), 4),
+    return {"prompts": len(pairs), "answers": sum(len(a) for a, _ in drawn), "nats_with_draft": round(mean(a for a, _ in pairs), 4),
             "nats_plain": round(mean(b for _, b in pairs), 4), "difference": round(mean(gaps), 4), "standard_error": round(error, 4),
             "same": abs(mean(gaps)) <= 4 * error}
 

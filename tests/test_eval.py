@@ -167,6 +167,13 @@ def test_answers_that_are_likelier_than_the_targets_own_are_not_its_distribution
     assert found["same"] == same and abs(found["difference"] - shift) < 0.1 and (found["prompts"], found["answers"]) == (16, 128)
 
 
+def test_prompts_whose_answers_at_temperature_1_are_not_known_do_not_count():
+    plain = {"nats_drafted": [[-1.0, -2.0], [], [-1.0], [None]], "nats_plain": [[-1.0, None], [-3.0], [-1.5], [-2.0]]}
+    found = measure.same_distribution(plain)
+    assert (found["prompts"], found["answers"], found["difference"]) == (2, 3, 0.0)
+    assert measure.same_distribution({"nats_drafted": [[-1.0]], "nats_plain": [[-2.0]]}).startswith("1 prompts")
+
+
 def test_what_is_asked_is_explicit(engine):
     measure.ask(engine.api, [9], 8)
     assert engine.bodies[0]["sampling_params"].items() >= {**measure.SAMPLING, "max_new_tokens": 8}.items()
