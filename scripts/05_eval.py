@@ -28,6 +28,7 @@ import argparse
 import json
 import re
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import chat
@@ -41,7 +42,7 @@ import stage
 import states
 import walk
 from measure import MAIN
-from sglang_server import Died, device
+from sglang_server import device
 from stage import Refused
 
 
@@ -97,15 +98,19 @@ def main():
     paths = [(name, out / f"pass-{k}-{name}.json") for k in range(1, args.eval_rounds + 1) for name in names]
     most = max(args.eval_concurrency)
     asking = [("answering", sum(map(len, measure.sample(prompts, n, most).values()))) for n in sorted(args.eval_concurrency, reverse=True)]
-    progress.plan(*["starting SGLang", *asking, "stopping SGLang"] * sum(not path.exists() for _, path in paths),
+    exact = args.eval_dtype != "float32" and states.reference_device(args.model) == device()
+    index = [i for own in measure.sample(prompts, 1, 0).values() for i in own]
+    progress.plan(*chain.from_iterable(["starting SGLang", *asking, *[("sampling", args.eval_sampled * len(index))] * (
+                  args.eval_sampled > 0 and name in (MAIN, "plain")), "stopping SGLang"] for name, path in paths if not path.exists()),
+                  *["starting SGLang", ("answering", len(index)), "stopping SGLang"] * (2 if exact else 0),
                   "loading the target", ("walking", len(prompts)))
     passes = {name: [] for name in names}
     for name, path in paths:
         plain = name == "plain"
         passes[name].append(measure.one_pass(path, prompts, args, served, None if plain else name, passes[MAIN][-1] if plain else None))
     results = measure.summarize(prompts, passes, args)
-    if args.eval_dtype != "float32" and states.reference_device(args.model):
-        results["lossless"] = in_float32(prompts, args, served) or results["lossless"]
+    if exact:
+        results["lossless"] = in_float32(prompts, index, args, served) or results["lossless"]
     results["walked"] = walk.drafts(args, made, prompts, passes["plain"][-1]["levels"][str(most)]["rows"])
     stage.write(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in results.pop("rows")))
     steps, top_k, tokens = map(int, MAIN.split("-"))
@@ -125,16 +130,19 @@ def main():
                  acceptance_length=results["acceptance_length"], speedup=results["speedup"])
 
 
-def in_float32(prompts, args, draft):
-    """measure.lossless() of 8 prompts of each set in float32; None where the engine can't serve that."""
-    exact = argparse.Namespace(**vars(args) | {"eval_dtype": "float32", "eval_concurrency": [8], "eval_sampled": 0})
-    some, found = [prompts[i] for own in measure.sample(prompts, 1, 0).values() for i in own], None
+def in_float32(prompts, index, args, draft):
+    """measure.lossless() of the prompts of these numbers in float32; None where the engine can't serve that."""
+    exact = argparse.Namespace(**vars(args) | {"eval_dtype": "float32", "eval_concurrency": [8], "eval_sampled": 0, "max_failed": 1})
+    found = None
     try:
         for setting in (MAIN, None):
-            drafted, found = found, measure.one_pass(args.out / f"pass-float32-{setting or 'plain'}.json", some, exact, draft, setting, found)
-    except Died as reason:
+            drafted, found = found, measure.one_pass(args.out / f"pass-float32-{setting or 'plain'}.json", [prompts[i] for i in index], exact,
+                                                     draft, setting, found)
+    except Refused as reason:
         progress.log(f"float32 is not served here, so the outputs are compared in {args.eval_dtype}: {reason}")
         return None
+    for difference in found["differences"]:
+        difference["prompt"] = index[difference["prompt"]]
     return measure.lossless(drafted, found, "8", "float32")
 
 

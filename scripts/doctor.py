@@ -74,7 +74,7 @@ def port(commands, model):
 def limits(commands, model):
     """NCCL and torch want 64 MB of shared memory; 04 runs fewer loader processes if there is no room for five batches of each."""
     workers = int(os.environ.get("WORKERS", 4 if device() == "cuda" else 0)) if TRAIN in commands else 0
-    batch = workers and plan.bytes_of(int(os.environ.get("MICRO_TOKENS") or 16384), commands[TRAIN])
+    batch = workers and plan.bytes_of(min(int(commands[TRAIN].get("batch-tokens", 8192)), 16384), commands[TRAIN])
     free, least = shutil.disk_usage("/dev/shm").free, 64 << 20
     yield free > least + 5 * workers * batch or (None if free > least else False), \
         f"/dev/shm has {size(free)} free, the run takes {size(least + 5 * workers * batch)}", \

@@ -68,7 +68,7 @@ def one_pass(path, prompts, args, draft, setting, against=None):
 def sampled(api, prompts, times, flight):
     """[(number of a prompt, its answers at temperature 1)], `times` of each, of the 8 first prompts of each set."""
     index = [i for own in sample(prompts, 1, 0).values() for i in own]
-    progress.phase("answering at temperature 1", times * len(index), "answer", flight=flight)
+    progress.phase("sampling at temperature 1", times * len(index), "answer", flight=flight)
     answers = {i: [] for i in index}
     for i, row in each(lambda i: (i, ask(api, prompts[i]["ids"], SAMPLED, {"temperature": 1.0})), index * times, flight):
         answers[i].append(row.get("ids", []))
@@ -86,22 +86,22 @@ def nats(api, prompt, ids):
     return sum(entry[0] for entry in about["input_token_logprobs"][-len(ids):]) / len(ids)
 
 
-def same_distribution(plain):
-    """Whether answers at temperature 1 with the draft are what the plain target draws, by the plain pass's "nats_*": their mean
-    over the prompts, the mean of the paired differences and its standard error; a server that verifies greedily, say, gives
-    likelier answers than the target would.  Or why that is not known."""
-    from statistics import mean, stdev
+def same_distribution(plain, draws=10_000):
+    """Whether answers at temperature 1 with the draft are what the plain target draws, by the plain pass's "nats_*": the mean over
+    the prompts with and without it, and p, the share of permutations of each prompt's answers between the two that differ as
+    much.  A server that verifies greedily, say, gives likelier answers than the target would.  Or why that is not known."""
+    import numpy
 
     told = ([[n for n in own if n is not None] for own in plain[f"nats_{which}"]] for which in ("drafted", "plain"))
-    drawn = [(a, b) for a, b in zip(*told) if a and b]
-    if len(drawn) < 2:
-        return f"{len(drawn)} prompts have some with the draft and without, too few to compare"
-    pairs = [(mean(a), mean(b)) for a, b in drawn]
-    gaps = [a - b for a, b in pairs]
-    error = stdev(gaps) / len(gaps) ** 0.5
-    return {"prompts": len(pairs), "answers": sum(len(a) for a, _ in drawn), "nats_with_draft": round(mean(a for a, _ in pairs), 4),
-            "nats_plain": round(mean(b for _, b in pairs), 4), "difference": round(mean(gaps), 4), "standard_error": round(error, 4),
-            "same": abs(mean(gaps)) <= 4 * error}
+    pairs, chance = [(a, b) for a, b in zip(*told) if a and b], numpy.random.default_rng(0)
+    if not pairs:
+        return "no prompt has any both with the draft and without"
+    drafted, own = (numpy.mean([numpy.mean(pair[k]) for pair in pairs]) for k in (0, 1))
+    permuted = [chance.permuted(numpy.tile(a + b, (draws, 1)), axis=1) for a, b in pairs]
+    gaps = numpy.mean([p[:, :len(a)].mean(1) - p[:, len(a):].mean(1) for p, (a, _) in zip(permuted, pairs)], axis=0)
+    p = float((abs(gaps) >= abs(drafted - own) - 1e-9).mean())
+    return {"prompts": len(pairs), "answers": sum(len(a) for a, _ in pairs), "nats_with_draft": round(float(drafted), 4),
+            "nats_plain": round(float(own), 4), "difference": round(float(drafted - own), 4), "p": p, "same": p > 0.001}
 
 
 def ask(api, ids, tokens, sampling={}, **more):
@@ -210,7 +210,7 @@ def summarize(prompts, passes, args):
             "advice": advice(speeds), "by_setting": {name: acceptance(prompts, r, [i for i in index if "ids" in r[i]], int(name.split("-")[0]))
                                                      for name, r in rows.items() if name != "plain"},
             "lossless": lossless(passes[MAIN][-1], passes["plain"][-1], most, args.eval_dtype),
-            "temperature_1": same_distribution(passes["plain"][-1]) if args.eval_sampled else "not asked for; on a CPU SGLang verifies greedily",
+            "temperature_1": same_distribution(passes["plain"][-1]) if args.eval_sampled else "none were asked for",
             "rows": [{"set": p["set"], "id": p["id"], **({"tokens": len(d["ids"]), "identical": d["ids"] == a["ids"], "acceptance_length":
                       round(walk.acceptance_length(d["accepted"]), 3)} if i in index else {"failed": d.get("failed") or a.get("failed")})}
                      for i, (p, d, a) in enumerate(zip(prompts, drafted, plain))]}

@@ -75,7 +75,7 @@ def content(results, out):
         yield "p", f"Answers at temperature 1: {drawn}."
     else:
         yield "p", (f"{drawn['answers']} answers at temperature 1: with the draft {drawn['nats_with_draft']:.3f} nats a token by the plain target's count, "
-                    f"without {drawn['nats_plain']:.3f}; they differ by {drawn['difference']:.3f} with a standard error of {drawn['standard_error']:.3f}"
+                    f"without {drawn['nats_plain']:.3f}; without influence of the draft they would differ as much with a probability of {drawn['p']:.2g}"
                     + ", so THE DRAFT CHANGES WHAT IS DRAWN." * (not drawn["same"]) + "." * drawn["same"])
     yield "p", (f"Left out, being in the training rows: {len(over['same'])} prompts; kept, with half of their 13-grams in them: {len(over['near'])}."
                 if over["checked"] else "Whether the draft was trained on these prompts is not known.")

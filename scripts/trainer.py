@@ -257,20 +257,24 @@ class Trainer:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise Refused(f"out of memory at step {self.step}: lower --pack-tokens, --ttt-steps or --draft-vocab (REDO=1, or another "
-                          "NAME), or set SHARD=1 with more GPUs; the checkpoints stay") from error
+            raise Refused(f"out of memory at step {self.step}: lower MICRO_TOKENS or set SHARD=1 with more GPUs and go on, or lower "
+                          "--pack-tokens, --ttt-steps or --draft-vocab (REDO=1, or another NAME)") from error
 
     def fit(self):
         """Find how many packs to run at a time: MICRO_TOKENS (environment; 16384 with a GPU, else one pack, which is as fast on a
         CPU) or the half of it, the quarter .., whatever passes with a batch of padding.  Sharded ranks wait for each other within
         a pass, which a rank without memory would never end, so they run one pack at a time."""
-        most = int(os.environ.get("MICRO_TOKENS") or (16384 if self.ranks.device.type == "cuda" else 0)) // self.data.size
-        packs = min(-(-self.data.per_step // self.ranks.size), most)
+        given = os.environ.get("MICRO_TOKENS") or ("16384" if self.ranks.device.type == "cuda" else "0")
+        if not given.isdigit():
+            raise Refused(f"MICRO_TOKENS={given}: wanted a number of tokens")
+        packs = min(-(-self.data.per_step // self.ranks.size), int(given) // self.data.size)
+        packs = min(self.ranks.union({self.ranks.rank: packs}).values())  # another machine's setting may be another
         while packs > 1 and not self.ranks.sharded:
             self.data.run_at_once(packs)
             try:
-                with self.compiling("training"):
-                    self.forward(self.data.on_device(self.data.collate([])), self.no_sums())[1].backward()
+                for _ in range(2):                                     # the second beside the gradients of the first
+                    with self.compiling("training"):
+                        self.forward(self.data.on_device(self.data.collate([])), self.no_sums())[1].backward()
                 short = False
             except RuntimeError as error:
                 if not out_of_memory(error):
@@ -466,7 +470,7 @@ class Trainer:
         path, record = checkpoint.newest(self.out / "checkpoints")
         if path:
             if record["plan"] != self.data.plan:
-                raise Refused(f"{path} was made with other packs of rows; begin anew with REDO=1 or another NAME")
+                raise Refused(f"{path} was made with other packs of rows; move {path.parent} away to begin anew, or take another NAME")
             state = self.state()
             if self.ranks.rank >= record["ranks"]:
                 del state["random"]

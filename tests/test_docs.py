@@ -137,6 +137,6 @@ def test_the_readmes_figures_of_the_reference_run_are_those_of_its_results():
     for words in (*rows, f"{run['generate']['rows_out']:,} answers", f"in {run['generate']['seconds'] / 60:.1f} minutes",
                   f"extracted in {run['states']['seconds'] / 60:.1f} and trained on for 4 epochs in {run['train']['seconds'] / 60:.1f}",
                   f"{run['eval']['lossless']['same']} times of {run['eval']['lossless']['same'] + run['eval']['lossless']['different']}",
-                  f"{drawn['answers']} answers at temperature 1", f"{drawn['nats_plain']:.3f} nats", f"error {drawn['standard_error']:.3f}",
+                  f"{drawn['answers']} answers at temperature 1", f"{drawn['nats_plain']:.3f} nats",
                   f"Speed-up {speedups[0]}, {speedups[1]} and {speedups[2]} with 1, 8 and 32 requests"):
         assert words in text, words

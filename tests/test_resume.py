@@ -368,7 +368,7 @@ def test_a_learning_rate_that_explodes_stops_the_run_with_the_samples(training):
 def test_running_out_of_memory_says_what_to_lower(training):
     run = training("04_train", "--batch-tokens", 3_000_000, "--pack-tokens", 3_000_000).start()
     output = run.end(code=2)
-    assert "out of memory at step 0: lower --pack-tokens" in output and "Traceback" not in output
+    assert "out of memory at step 0: lower MICRO_TOKENS" in output and "Traceback" not in output
 
 
 def test_shared_memory_that_is_too_small_is_told_and_the_loader_goes_without_workers(training, prepared):

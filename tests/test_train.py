@@ -93,7 +93,7 @@ def test_the_vocabulary_is_chosen_for_a_coverage_its_ceiling_printed_and_another
 def test_a_row_longer_than_a_pack_is_refused_before_training(prepared, tiny, tmp_path):
     output = script("04_train", "--tokens", prepared / "02_prepare", "--states", prepared / "03_extract", "--model", tiny,
                     "--out", tmp_path / "out", "--batch-tokens", 64, code=2)
-    assert "raise --pack-tokens or lower --max-seq-len" in output
+    assert "raise --batch-tokens (and --pack-tokens, if it is set) or lower --max-seq-len" in output
 
 
 def test_a_contract_of_another_target_is_refused(prepared, tiny, tmp_path):

@@ -4,8 +4,8 @@ Example
     python tests/benchmarks/reference.py data --out DIR --rows 20000       # 01 and 02; leaves DIR/carry/*, to be kept
     python tests/benchmarks/reference.py data --out DIR                    # with DIR/carry/* there: 02 alone, from those answers
     python tests/benchmarks/reference.py states --out DIR                  # 03
-    python tests/benchmarks/reference.py train --out DIR NAME --epochs 5   # 04 as DIR/NAME, with whatever flags of its own
-    python tests/benchmarks/reference.py eval --out DIR NAME --eval-rows 80    # 05 of DIR/NAME
+    python tests/benchmarks/reference.py train NAME --out DIR --epochs 5   # 04 as DIR/NAME, with whatever flags of its own
+    python tests/benchmarks/reference.py eval NAME --out DIR --eval-rows 80    # 05 of DIR/NAME
     python tests/benchmarks/reference.py table --out DIR                   # the README's table of DIR/results.jsonl
 
 SmolLM2-135M-Instruct answers and is trained for.  One server is bound by its host at this size, so --servers of them share the
@@ -71,7 +71,7 @@ def data(args):
     """01 through several servers, or its result out of carry/; then 02."""
     answers, carry = args.out / "01_generate", args.out / "carry"
     if carry.exists():
-        answers.mkdir()
+        answers.mkdir(exist_ok=True)
         unpack = subprocess.run(f"cat {carry}/part-* | tar xJ -C {answers}", shell=True)
         assert unpack.returncode == 0
     else:
