@@ -56,7 +56,8 @@ def write(out):
 
 def content(results, out):
     """The report as blocks (kind, what), kind an HTML tag; of a table its rows, the first its head."""
-    s, speeds, same, over, drawn = (results[name] for name in ("settings", "speeds", "lossless", "overlap", "temperature_1"))
+    s, speeds, same, over = (results[name] for name in ("settings", "speeds", "lossless", "overlap"))
+    drawn = results.get("temperature_1", "none were asked for")  # nor by the evaluations of earlier versions
     yield "h1", "Draft evaluation"
     yield "p", "  ".join(f"{n} in flight: " + ("" if a["setting"] else "do not use it, ") +
                          f"{'at best ' * (not a['setting'])}{a['speedup']:.2f} times as fast with {a['best']}." for n, a in results["advice"].items())
@@ -69,7 +70,7 @@ def content(results, out):
     yield "p", (f"Acceptance length {results['acceptance_length']:.2f} with the target's own (bonus) token, {results['accepted_per_verification']:.2f} "
                 f"accepted proposals without it, pooled over all verifications; 95 %: of draws of other prompts.  {s['engine']}, {s['dtype']}, "
                 f"{s['steps']} proposals, top-k {s['top_k']}, {s['draft_tokens']} draft tokens, temperature 0.")
-    yield "p", (f"Answers in {same['dtype']} that equal the plain ones: {same['same']}; that part at a near tie (two tokens within {same['tie']} nats, which "
+    yield "p", (f"Answers in {same.get('dtype', s['dtype'])} that equal the plain ones: {same['same']}; that part at a near tie (two tokens within {same['tie']} nats, which "
                 f"rounding decides): {same['near_ties']}; for no such reason: {same['different']}" + ", so this is NOT LOSSLESS." * (same["different"] > 0))
     if isinstance(drawn, str):
         yield "p", f"Answers at temperature 1: {drawn}."
