@@ -31,7 +31,8 @@ def packs(lengths, size, seed=None):
     for row in rows:
         length = lengths[row]
         if length > size:
-            raise Refused(f"row {row} has {length} tokens, a pack takes {size}: raise --batch-tokens (and --pack-tokens, if it is set) or lower --max-seq-len")
+            raise Refused(f"row {row} has {length} tokens, a pack takes {size}: raise --batch-tokens (and --pack-tokens, if it is set) "
+                          "or lower --max-seq-len")
         fitting = [p for p in open_packs if p[0] + length <= size]
         if fitting:
             best = max(fitting, key=lambda p: p[0])

@@ -70,8 +70,8 @@ def content(results, out):
     yield "p", (f"Acceptance length {results['acceptance_length']:.2f} with the target's own (bonus) token, {results['accepted_per_verification']:.2f} "
                 f"accepted proposals without it, pooled over all verifications; 95 %: of draws of other prompts.  {s['engine']}, {s['dtype']}, "
                 f"{s['steps']} proposals, top-k {s['top_k']}, {s['draft_tokens']} draft tokens, temperature 0.")
-    yield "p", (f"Answers in {same.get('dtype', s['dtype'])} that equal the plain ones: {same['same']}; that part at a near tie (two tokens within {same['tie']} nats, which "
-                f"rounding decides): {same['near_ties']}; for no such reason: {same['different']}" + ", so this is NOT LOSSLESS." * (same["different"] > 0))
+    yield "p", (f"Answers in {same.get('dtype', s['dtype'])} that equal the plain ones: {same['same']}; that part at a near tie "
+                f"(two tokens within {same['tie']} nats, which rounding decides): {same['near_ties']}; for no such reason: {same['different']}" + ", so this is NOT LOSSLESS." * (same["different"] > 0))
     if isinstance(drawn, str):
         yield "p", f"Answers at temperature 1: {drawn}."
     else:
