@@ -65,8 +65,8 @@ def arguments():
     p.add_argument("--answered-by", default="", help="the model that replies name, where it is not --api-model")
     p.add_argument("--temperature", type=floats, default=[0.7],
                    help="of the answers; of a list one each, by the id's hash (default 0.7)")
-    p.add_argument("--answer-tokens", type=int, default=2048, help="most tokens of an answer (default 2048)")
-    p.add_argument("--question-tokens", type=int, default=64, help="most tokens of an invented question (default 64)")
+    p.add_argument("--answer-tokens", type=stage.count, default=2048, help="most tokens of an answer (default 2048)")
+    p.add_argument("--question-tokens", type=stage.count, default=64, help="most tokens of an invented question (default 64)")
     p.add_argument("--reasoning", default="", help="an effort (none, low, high) or fields as OpenRouter takes them")
     p.add_argument("--pin-provider", default="", help="of a router: only this provider, or these with commas")
     p.add_argument("--extra-body", type=fields, default={}, help="more fields of a request: top_k=20,a.b=1")

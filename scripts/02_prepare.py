@@ -42,7 +42,7 @@ def arguments():
     p.add_argument("--answers", type=Path, required=True, help="01_generate's directory")
     p.add_argument("--model", type=Path, required=True, help="directory of the target model")
     p.add_argument("--out", type=Path, required=True, help="stage directory")
-    p.add_argument("--max-seq-len", type=int, default=4096, help="most tokens of a sample (default 4096)")
+    p.add_argument("--max-seq-len", type=stage.count, default=4096, help="most tokens of a sample (default 4096)")
     p.add_argument("--long-rows", choices=["drop", "cut", "split"], default="drop",
                    help="longer ones: drop them, cut them, or split them at turns (default drop)")
     p.add_argument("--trained-turns", choices=["all", "last"], default="all",

@@ -46,13 +46,13 @@ def arguments():
     p.add_argument("--out", type=Path, required=True, help="stage directory")
     p.add_argument("--init", type=Path, help="start from this draft's weights (draft/ or sglang/ of a run, or a published one; "
                    "safetensors only): the cheapest route to a draft for a sibling of its target (default: from scratch)")
-    p.add_argument("--draft-vocab", type=int, default=32000, help="tokens the draft can propose (default 32000)")
+    p.add_argument("--draft-vocab", type=stage.count, default=32000, help="tokens the draft can propose (default 32000)")
     p.add_argument("--draft-coverage", type=float, default=0.0,
                    help="instead: as many tokens as cover this share of the trained ones, e.g. 0.995 (default 0: off)")
-    p.add_argument("--train-rows", type=int, help="train on so many rows only, drawn by --seed: what would more data give? (default all)")
-    p.add_argument("--epochs", type=int, default=5, help="passes over the training rows; one to three suffice from 200,000 rows on (default 5)")
-    p.add_argument("--batch-tokens", type=int, default=8192, help="tokens of one step over all ranks (default 8192)")
-    p.add_argument("--pack-tokens", type=int, help="tokens of a pack: a step is --batch-tokens / --pack-tokens packs, dealt to the ranks "
+    p.add_argument("--train-rows", type=stage.count, help="train on so many rows only, drawn by --seed: what would more data give? (default all)")
+    p.add_argument("--epochs", type=stage.count, default=5, help="passes over the training rows; one to three suffice from 200,000 rows on (default 5)")
+    p.add_argument("--batch-tokens", type=stage.count, default=8192, help="tokens of one step over all ranks (default 8192)")
+    p.add_argument("--pack-tokens", type=stage.count, help="tokens of a pack: a step is --batch-tokens / --pack-tokens packs, dealt to the ranks "
                    "(default: --batch-tokens, its half, quarter .., the smallest that holds every row and stays at most 5 %% empty)")
     p.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: speculators' default, Muon for the matrices; "
                    "no public comparison (default adamw, as everyone's published drafts)")
@@ -63,7 +63,7 @@ def arguments():
     p.add_argument("--warmup-ratio", type=float, default=0.01, help="share of steps that warm up (default 0.01, as speculators)")
     p.add_argument("--weight-decay", type=float, default=0.01, help="of both optimizers (default 0.01, as speculators)")
     p.add_argument("--clip-norm", type=float, default=1.0, help="largest norm of a gradient; EAGLE takes 0.5 (default 1.0, as speculators)")
-    p.add_argument("--ttt-steps", type=int, default=3, help="proposals the draft is unrolled for; at least what a server asks for, and it "
+    p.add_argument("--ttt-steps", type=stage.count, default=3, help="proposals the draft is unrolled for; at least what a server asks for, and it "
                    "asks for 3; 7 cost twice the time (default 3)")
     p.add_argument("--ttt-decay", type=float, default=1.0, help="weight of a proposal's loss against the one before; EAGLE 0.8 "
                    "(default 1.0: speculators' best published drafts have equal weights)")
@@ -75,7 +75,7 @@ def arguments():
                    "draft vocabulary, as EAGLE; not compared in public (default train, as speculators)")
     p.add_argument("--norms", choices=("3.1", "3"), default="3.1", help="3.1: EAGLE-3.1's norms of the target's states and of the draft's "
                    "own; 3: neither, for SGLang before 0.5.18 (default 3.1: +7.2%% acceptance length on Qwen3-8B, +1.1%% on Qwen3-30B-A3B)")
-    p.add_argument("--draft-layers", type=int, default=1, help="decoder layers (default 1: each proposal costs one more pass through them)")
+    p.add_argument("--draft-layers", type=stage.count, default=1, help="decoder layers (default 1: each proposal costs one more pass through them)")
     p.add_argument("--max-broken", type=float, default=0.01, help="share of rows with broken states to go on without (default 0.01)")
     p.add_argument("--seed", type=int, default=0, help="of initial weights and row order (default 0)")
     return p.parse_args()

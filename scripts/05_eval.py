@@ -53,11 +53,11 @@ def arguments():
     p.add_argument("--tokens", type=Path, help="02_prepare's directory (default: the training rows are unknown)")
     p.add_argument("--eval-prompts", type=Path, nargs="+", required=True, help="one file a set of prompts")
     p.add_argument("--out", type=Path, required=True, help="stage directory")
-    p.add_argument("--eval-rows", type=int, default=80, help="prompts of each set, from its start (default 80)")
-    p.add_argument("--eval-tokens", type=int, default=512, help="most tokens of an answer (default 512)")
-    p.add_argument("--eval-concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32],
+    p.add_argument("--eval-rows", type=stage.count, default=80, help="prompts of each set, from its start (default 80)")
+    p.add_argument("--eval-tokens", type=stage.count, default=512, help="most tokens of an answer (default 512)")
+    p.add_argument("--eval-concurrency", type=lambda text: [stage.count(n) for n in text.split(",")], default=[1, 8, 32],
                    help="requests in flight; the most get all prompts, the others 8 of each set or four times as many as fly (default 1,8,32)")
-    p.add_argument("--eval-rounds", type=int, default=2, help="servers of each setting, in turn; from two on the noise is known (default 2)")
+    p.add_argument("--eval-rounds", type=stage.count, default=2, help="servers of each setting, in turn; from two on the noise is known (default 2)")
     p.add_argument("--eval-dtype", default="bfloat16", help="float32, on a CPU: outputs should be identical (default bfloat16)")
     p.add_argument("--sweep", type=lambda text: re.fullmatch(r"\d+-\d+-\d+(,\d+-\d+-\d+)*", text)[0].split(","), default=[],
                    help="other settings to try, as steps-topk-tokens: 1-1-2,2-1-3,5-1-6,5-4-16; each costs --eval-rounds servers (default none)")

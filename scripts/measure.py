@@ -58,22 +58,28 @@ def one_pass(path, prompts, args, draft, setting, against=None):
             if "ids" in row and "ids" in plain and row["ids"] != plain["ids"]:
                 found["differences"].append({"prompt": i, **difference(api, prompts[i]["ids"], plain["ids"], row["ids"])})
         if args.eval_sampled and setting in (MAIN, None):
-            found["sampled"] = sampled(api, prompts, args.eval_sampled, most)
+            found["sampled"] = sampled(api, prompts, args, most, path)
             for which, answers in {"plain": found["sampled"], "drafted": against["sampled"]}.items() if against else ():
                 found[f"nats_{which}"] = [[nats(api, prompts[i]["ids"], ids) for ids in own] for i, own in answers]
     stage.write(path, json.dumps({"levels": levels, **found}))
     return {"levels": levels, **found}
 
 
-def sampled(api, prompts, times, flight):
-    """[(number of a prompt, its answers at temperature 1)], `times` of each, of the 8 first prompts of each set."""
+def sampled(api, prompts, args, flight, path):
+    """[(number of a prompt, its answers at temperature 1)], --eval-sampled of each, of the 8 first prompts of each set."""
     index = [i for own in sample(prompts, 1, 0).values() for i in own]
-    progress.phase("sampling at temperature 1", times * len(index), "answer", flight=flight)
-    answers = {i: [] for i in index}
-    for i, row in each(lambda i: (i, ask(api, prompts[i]["ids"], SAMPLED, {"temperature": 1.0})), index * times, flight):
-        answers[i].append(row.get("ids", []))
+    progress.phase("sampling at temperature 1", args.eval_sampled * len(index), "answer", flight=flight)
+
+    def draw(which):  # the seed is for a server in deterministic mode, which else gives every answer the same one
+        return which[0], ask(api, prompts[which[0]]["ids"], SAMPLED, {"temperature": 1.0, "sampling_seed": which[1]})
+
+    answers, rows = {i: [] for i in index}, []
+    for i, row in each(draw, [(i, seed) for seed in range(args.eval_sampled) for i in index], flight):
+        answers[i].append(row.get("ids"))
+        rows.append(row)
         progress.advance()
-    return [(i, [ids for ids in own if ids]) for i, own in answers.items()]
+    check(rows, args.max_failed, path)
+    return [(i, list(filter(None, own))) for i, own in answers.items()]
 
 
 def nats(api, prompt, ids):

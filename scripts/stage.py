@@ -15,6 +15,7 @@ import errno
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -28,7 +29,6 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 import psutil
@@ -66,6 +66,13 @@ def arguments(doc):
     """An argument parser whose help is the script's docstring."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                                    allow_abbrev=False)  # a shortened flag would be another command to `args`
+
+
+def count(text):
+    """A number of things, one at least: the type of a flag."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: wanted 1 or more")
+    return number
 
 
 def run(main):
@@ -157,8 +164,11 @@ def begin(args, several_nodes=False):
         progress.start(out)
         return out
     values = vars(args)
+    for name, value in ((k, v) for k, vs in values.items() for v in _list(vs) if isinstance(v, (int, float))):
+        if not 0 <= value < float("inf"):
+            raise Refused(f"{_flag(name)} {value}: wanted 0 or more")
     wanted = [f"{_flag(k)} {_text(v)}" for k, v in values.items() if not _is_path(v)]
-    wanted += [f"{k} {' '.join(identity(p) for p in _paths(v))}" for k, v in values.items() if _is_path(v) and k != "out"]
+    wanted += [f"{k} {' '.join(identity(p) for p in _list(v))}" for k, v in values.items() if _is_path(v) and k != "out"]
     first = f"<{typed(sys.argv[1:], values)}>"
     out.mkdir(parents=True, exist_ok=True)
     _lock(out)
@@ -170,7 +180,7 @@ def begin(args, several_nodes=False):
         if worker()[1] > 1:
             raise Refused(f"REDO=1 moves {out} away from under the other workers: move it by hand once they have ended")
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        aside = next(p for n in count() if not (p := out.with_name(f"{out.name}.{stamp}{f'-{n}' * (n > 0)}")).exists())
+        aside = next(p for n in itertools.count() if not (p := out.with_name(f"{out.name}.{stamp}{f'-{n}' * (n > 0)}")).exists())
         out.rename(aside)
         log(f"kept the previous result in {aside}")
         out.mkdir()
@@ -419,12 +429,12 @@ def _flag(name):
     return "--" + name.replace("_", "-")
 
 
-def _paths(value):
+def _list(value):
     return value if isinstance(value, list) else [value]
 
 
 def _is_path(value):
-    return any(isinstance(v, Path) for v in _paths(value))
+    return any(isinstance(v, Path) for v in _list(value))
 
 
 def _text(value):

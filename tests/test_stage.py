@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import stage
+from conftest import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = 12
@@ -192,6 +193,20 @@ def test_a_directory_that_was_moved_goes_on_and_is_still_finished(toy):
 
 
 # --- refuse -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flag", ["--answer-tokens", "--max-seq-len", "--epochs", "--ttt-steps", "--eval-rows", "--eval-concurrency"])
+def test_a_stage_wants_one_or_more_of_what_it_counts(flag, parsed, capsys):
+    [script] = [path for path in STAGES if flag in path.read_text()]
+    with pytest.raises(SystemExit) as end:
+        parsed(script, [flag, 0])
+    assert end.value.code == 2 and "0: wanted 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag, value", [("--lr", "-0.1"), ("--lr", "inf"), ("--lr", "nan"), ("--rows", "-3"), ("--layers", "2,-1")])
+def test_a_number_below_zero_or_without_end_is_refused_before_anything_is_written(toy, flag, value):
+    assert_refused(toy.run(f"{flag}={value}"), flag, "wanted 0 or more")
+    assert not toy.out.exists()
+
 
 @pytest.mark.parametrize("state", ["unfinished", "finished"])
 def test_a_changed_flag_is_refused_with_both_values(toy, state):
