@@ -133,10 +133,23 @@ def test_the_readmes_figures_of_the_reference_run_are_those_of_its_results():
     run = {line["piece"]: line for line in map(json.loads, results.read_text().splitlines())}
     drawn, speedups = run["eval"]["temperature_1"], [f"{advice['speedup']:.2f}" for advice in run["eval"]["advice"].values()]
     text = " ".join(README.read_text().split())
-    assert len(rows) == 2
+    rows += reference.table((results.parent / "recipes-h200.jsonl").read_text().splitlines())
+    assert len(rows) == 2 + 5
     for words in (*rows, f"{run['generate']['rows_out']:,} answers", f"in {run['generate']['seconds'] / 60:.1f} minutes",
                   f"extracted in {run['states']['seconds'] / 60:.1f} and trained on for 4 epochs in {run['train']['seconds'] / 60:.1f}",
                   f"{run['eval']['lossless']['same']} times of {run['eval']['lossless']['same'] + run['eval']['lossless']['different']}",
                   f"{drawn['answers']} answers at temperature 1", f"{drawn['nats_plain']:.3f} nats",
                   f"Speed-up {speedups[0]}, {speedups[1]} and {speedups[2]} with 1, 8 and 32 requests"):
+        assert words in text, words
+
+
+def test_the_readmes_figures_of_extraction_are_those_of_its_results():
+    results = ROOT / "tests/benchmarks/results/extract-h200.jsonl"
+    run = {line["name"]: line for line in map(json.loads, results.read_text().splitlines())}
+    shm, fp8, disk = (run[f"{name} in flight 128"] for name in ("shm bf16 fsync=none", "shm fp8 fsync=none", "disk bf16 fsync=end"))
+    sync = disk["prompts"] * disk["tokens"] * (1 / disk["tok_per_s_with_final_sync"] - 1 / disk["tok_per_s"])
+    text = " ".join(README.read_text().split())
+    for words in (f"at {shm['ratio']:.2f} of the plain prefill ({sum(shm['plain_tok_per_s']) / 2:,.0f} tokens/s)", f"in fp8 at {fp8['ratio']:.2f}",
+                  f"at {disk['ratio']:.2f} onto a disk that writes {run['disk alone bf16 fsync=end']['gb_per_s']:.1f} GB/s (the last {sync:.1f} s of sync",
+                  f"{shm['prompts']} prompts of {shm['tokens']:,} tokens"):
         assert words in text, words

@@ -151,14 +151,13 @@ def train(args, name=None, flags=None):
 
 
 def sweep(args):
-    """The drafts of RECIPES that are not there, in their order, some at a time; none begins with less time left than one has taken."""
+    """The drafts of RECIPES that are not there, in their order, some at a time.  What is stopped goes on where it was, but SpecForge."""
     import peer
 
-    ends, taken = time.monotonic() + 60 * args.minutes, [0]
+    ends = time.monotonic() + 60 * args.minutes
 
     def one(name):
-        began = time.monotonic()
-        if ends - began < max(taken) or (args.out / name / "made").exists():
+        if time.monotonic() > ends or (args.out / name / "made").exists():
             return
         recipe = RECIPES[name]
         try:
@@ -167,12 +166,11 @@ def sweep(args):
             else:
                 train(args, name, [*EPOCHS, *recipe])
             (args.out / name / "made").touch()
-            taken.append(time.monotonic() - began)
         except Exception as error:
             print(f"{name}: {error!r}", flush=True)
 
     with ThreadPoolExecutor(args.at_once) as pool:
-        list(pool.map(one, args.flags or RECIPES))
+        list(pool.map(one, args.names or RECIPES))
 
 
 def walked(args):
@@ -188,7 +186,7 @@ def walked(args):
     layers, target = contract.layer_ids(MODEL, None), store.reference(MODEL, torch.float32, device)
     for row in rows:
         row["aux"] = target(row["ids"] + row["answer"], layers)[:-1, :3].flatten(1)
-    for name in args.flags or sorted(path.parents[2].name for path in args.out.glob("*/04_train/sglang/config.json")):
+    for name in args.names or sorted(path.parents[2].name for path in args.out.glob("*/04_train/sglang/config.json")):
         draft, pairs = served(args.out / name / "04_train/sglang", layers).to(device).eval(), {}
         for pack in (rows[k:k + 12] for k in range(0, len(rows), 12)):
             ids = [torch.tensor(row["ids"] + row["answer"], device=device) for row in pack]
@@ -238,10 +236,11 @@ def table(lines):
             walked = " | ".join(f"{r['walked'][draft][name]:.2f}" for draft in ("trained", "untrained", "most_frequent_token"))
             low, high = own["interval"]
             yield f"| {known[name]} ({own['prompts']}) | **{own['acceptance_length']:.2f}** ({low:.2f} to {high:.2f}) | {walked} |"
-    yield from compared({r["name"]: r["pairs"] for r in found if r["piece"] == "walk"})
+    flags = {r["name"]: r["flags"] for r in found if r["piece"] == "train"}
+    yield from compared({r["name"]: r["pairs"] for r in found if r["piece"] == "walk"}, flags)
 
 
-def compared(walks):
+def compared(walks, flags):
     """A row of the seeds, pooled, with the least and the most of one; then one of each other draft: its acceptance length less
     theirs, with the 95 % interval over draws of the same prompts for both."""
     import numpy
@@ -259,26 +258,29 @@ def compared(walks):
     for key, pairs in pooled.items():
         alone = [lengths(own[key]) for own in seeds]
         cells.append(f"**{lengths(pairs):.2f}** ({min(alone):.2f} to {max(alone):.2f})")
-    yield f"| seed-0 to {len(seeds) - 1} | " + " | ".join(cells) + " |"
+    yield f"| the defaults ({len(seeds)} seeds) | " + " | ".join(cells) + " |"
     for name, walk in walks.items():
-        cells = []
+        own, cells = flags[name], []
+        label = (f"SpecForge 0.2.0, {', '.join(f'{k} {v:g}' for k, v in own.items()) or 'its defaults'}" if isinstance(own, dict) else
+                 f"`{' '.join(map(str, own[2:]))}`" if own[2:] else f"states in {name}")
         for key, pairs in pooled.items():
             draws = numpy.random.default_rng(0).integers(len(pairs), size=(2000, len(pairs)))
             low, high = numpy.quantile(lengths(walk[key], draws) - lengths(pairs, draws), [0.025, 0.975])
             cells.append(f"{lengths(walk[key]) - lengths(pairs):+.2f} ({low:+.2f} to {high:+.2f})")
-        yield f"| {name} | " + " | ".join(cells) + " |"
+        yield f"| {label} | " + " | ".join(cells) + " |"
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("piece", choices=["data", "states", "train", "sweep", "walk", "eval", "table"])
-    p.add_argument("name", nargs="?", default="base", help="of the draft (default base)")
+    p.add_argument("names", nargs="*", help="of the draft (default base), of sweep and walk several (default all)")
     p.add_argument("--out", type=Path, required=True, help="directory of the run")
     p.add_argument("--rows", type=int, default=20000, help="data: questions (default 20000)")
     p.add_argument("--servers", type=int, default=3, help="on the one GPU (default 3)")
     p.add_argument("--minutes", type=float, default=9, help="sweep: as long as drafts begin (default 9)")
     p.add_argument("--at-once", type=int, default=4, help="sweep: drafts that train side by side (default 4)")
     args, args.flags = p.parse_known_args()
+    args.name = args.names[0] if args.names else "base"
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("SGLANG_ARGS", ENGINE)
