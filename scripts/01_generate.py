@@ -30,6 +30,7 @@ from pathlib import Path
 
 import progress
 import prompts
+import settings
 import stage
 from api import Api, Pace, Rejected, each, in_flight
 from chat import load_tokenizer, user_turn
@@ -99,7 +100,7 @@ def main():
         args.model, stage.part_log(out, "sglang"), args.generate_dtype, max_requests=in_flight())
     with server as url:
         if args.api:
-            limits = (float(os.environ.get(name) or "inf") for name in ("RPM", "TPM"))
+            limits = (settings.number(name, "inf", 1) for name in ("RPM", "TPM"))
             api = Api(args.api, os.environ.get("API_KEY"), pace=Pace(in_flight(0), args.answer_tokens, *limits))
         else:
             api = Api(url + "/v1", pace=Pace(in_flight()))

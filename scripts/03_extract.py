@@ -36,7 +36,6 @@ from api import each, in_flight
 from capture import Client
 from sglang_server import PATCHES, Died, device, serve
 from stage import Refused
-from states import KEEP_FREE
 
 RESTARTS = 3   # deaths of the server in a row without a row between them
 SAMPLED = 64   # of so many rows one is checked against the server's next token
@@ -119,9 +118,8 @@ def room(out, needed):
     twice = [d.name for d in out.parent.glob(f"{out.name}.2*")]
     twice = f"; REDO=1 needs the space twice: {', '.join(twice)} beside it hold earlier results" if twice else ""
     progress.log(f"{needed / 1e9:.2f} GB of states to come, {free / 1e9:.0f} GB free{twice}")
-    if needed + KEEP_FREE > free:
-        raise Refused(f"{out} has {free / 1e9:.1f} GB free, the states need {needed / 1e9:.1f} GB and KEEP_FREE "
-                      f"{KEEP_FREE / 1e9:.1f} GB{twice}")
+    if needed + (floor := states.keep_free()) > free:
+        raise Refused(f"{out} has {free / 1e9:.1f} GB free, the states need {needed / 1e9:.1f} GB and KEEP_FREE {floor / 1e9:.1f} GB{twice}")
 
 
 def window(staging, largest):
@@ -180,12 +178,12 @@ def extract(client, store, data, missing, total, head):
 
     torch.set_num_threads(1)  # the rows are many; a team of threads for each would fight for the cores
     progress.phase("extracting", total, "row", done=total - len(missing), flight=concurrency())
-    started, tokens, written = time.monotonic(), 0, 0
+    started, tokens, written, floor = time.monotonic(), 0, 0, states.keep_free()
 
     def keep(row):
         free = shutil.disk_usage(store.out).free
-        if free < KEEP_FREE + client.used:
-            raise Refused(f"{store.out} has {free / 1e9:.2f} GB free and KEEP_FREE keeps {KEEP_FREE / 1e9:.2f} GB: make room, then "
+        if free < floor + client.used:
+            raise Refused(f"{store.out} has {free / 1e9:.2f} GB free and KEEP_FREE keeps {floor / 1e9:.2f} GB: make room, then "
                           "the same command goes on")
         with client.states(row, data[row]["input_ids"]) as (path, found, reply):
             if row % SAMPLED == 0:
@@ -196,7 +194,7 @@ def extract(client, store, data, missing, total, head):
     for row, length, free in each(keep, list(missing), concurrency()):
         del missing[row]
         tokens, written, seconds = tokens + length, written + store.bytes_of(length), time.monotonic() - started
-        progress.advance(tok_per_s=round(tokens / seconds), disk_full_in=progress.span((free - KEEP_FREE) * seconds / written))
+        progress.advance(tok_per_s=round(tokens / seconds), disk_full_in=progress.span((free - floor) * seconds / written))
 
 
 if __name__ == "__main__":

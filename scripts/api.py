@@ -7,7 +7,6 @@ import heapq
 import itertools
 import json
 import math
-import os
 import queue
 import random
 import re
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 import requests
 import urllib3
 
+import settings
 import stage
 from stage import Refused
 
@@ -96,7 +96,7 @@ class Api:
     def __init__(self, url, key=None, tries=TRIES, pace=None):
         self.urls = [u.rstrip("/") for u in url.split(",")]
         self.url, self.key, self.tries, self.pace = self.urls[0], key, tries, pace or Pace(1)
-        self.deadline = float(os.environ.get("DEADLINE") or 600)
+        self.deadline = settings.number("DEADLINE", 600)
         self.running, self.shunned, self.lock = Counter(), Counter(), threading.Lock()
         self.session = requests.Session()
         self.session.auth = lambda request: request  # else requests looks for one in ~/.netrc
@@ -184,8 +184,8 @@ class Api:
 
 
 def in_flight(default=64):
-    """How many requests run at once: CONCURRENCY from the environment."""
-    return int(os.environ.get("CONCURRENCY") or default)
+    """How many requests run at once: CONCURRENCY from the environment; 0, which finds the level, where that is the default."""
+    return int(settings.number("CONCURRENCY", default, min(1, default)))
 
 
 def each(work, items, limit, give_up=None, tries=TRIES):

@@ -28,6 +28,7 @@ import psutil
 import chat
 import contract
 import plan
+import settings
 import show
 import stage
 import states
@@ -65,15 +66,15 @@ def memory(commands, model):
 
 
 def port(commands, model):
-    number = int(os.environ.get("PORT") or 0)
+    wanted = int(settings.number("PORT", 0))
     with socket.socket() as s:
-        free = not number or s.connect_ex(("127.0.0.1", number))
-    yield free, f"{number or 'any'}, which must be free", "stop what listens there (ss -ltnp), or another PORT"
+        free = not wanted or s.connect_ex(("127.0.0.1", wanted))
+    yield free, f"{wanted or 'any'}, which must be free", "stop what listens there (ss -ltnp), or another PORT"
 
 
 def limits(commands, model):
     """NCCL and torch want 64 MB of shared memory; 04 runs fewer loader processes if there is no room for five batches of each."""
-    workers = int(os.environ.get("WORKERS", 4 if device() == "cuda" else 0)) if TRAIN in commands else 0
+    workers = int(settings.number("WORKERS", 4 if device() == "cuda" else 0)) if TRAIN in commands else 0
     batch = workers and plan.bytes_of(min(int(commands[TRAIN].get("batch-tokens", 8192)), 16384), commands[TRAIN])
     free, least = shutil.disk_usage("/dev/shm").free, 64 << 20
     yield free > least + 5 * workers * batch or (None if free > least else False), \
@@ -87,8 +88,8 @@ def disk(commands, model):
     data, extract = plan.data_of(commands), plan.estimate(commands).get(EXTRACT, {"bytes": 0, "seconds": None})
     folder, need = plan.standing(data), extract["bytes"]
     free, known = shutil.disk_usage(folder).free, need is not None
-    take = f"the states take {size(need) if known else 'an unknown amount'} and KEEP_FREE {size(states.KEEP_FREE)}"
-    yield need + states.KEEP_FREE < free if known else None, f"{folder} has {size(free)} free, {take}", \
+    take = f"the states take {size(need) if known else 'an unknown amount'} and KEEP_FREE {size(states.keep_free())}"
+    yield need + states.keep_free() < free if known else None, f"{folder} has {size(free)} free, {take}", \
         "make room, another RUNS, fewer PROMPTS" if known else "make plan PROBE=1"
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
         skew = os.stat(file.name).st_mtime - time.time()

@@ -31,6 +31,7 @@ from pathlib import Path
 import psutil
 
 import progress
+import settings
 import stage
 from progress import span
 
@@ -112,16 +113,9 @@ def current(dirs, job, since=0.0):
     return max((r for r in records(dirs) if r["job"] == job and r["beat"] >= since), key=lambda r: r["beat"], default={})
 
 
-def seconds(name, text):
-    """A setting that is a time."""
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise stage.Refused(f"{name}={text} is no number of seconds")
-    return float(text)
-
-
 def launch(args):
-    first_step = args.wait == "first-step"
-    deadline = time.time() + (float("inf") if first_step else seconds("WAIT", args.wait))
+    first_step = os.environ.get("WAIT") == "first-step"
+    deadline = time.time() + (float("inf") if first_step else settings.number("WAIT", 30))
     log, lock = LOGS / f"{args.job}.log", LOGS / f"{args.job}.lock"
     LOGS.mkdir(exist_ok=True)
     file = open(lock, "a+")
@@ -229,7 +223,7 @@ def tail(args):
 def stop(args):
     """The job of this name, and the stages that run in its directories without having been launched."""
     log, runner = LOGS / f"{args.job}.log", holder(LOGS / f"{args.job}.lock").get("pid")
-    until, said, told, killed = time.time() + seconds("STOP_WAIT", os.environ.get("STOP_WAIT") or "900"), 0.0, set(), set()
+    until, said, told, killed = time.time() + settings.number("STOP_WAIT", 900), 0.0, set(), set()
     seen = found = family(log) | foreground(args.dirs)
     if not seen:
         print(f"{args.job} is not running")
@@ -281,7 +275,6 @@ def main():
     p.add_argument("what", choices=["launch", "run", "tail", "stop"])
     p.add_argument("job", help="name of the job: its log is logs/JOB.log")
     p.add_argument("--dirs", nargs="+", type=Path, default=[], help="folders of the run's stage directories")
-    p.add_argument("--wait", default=os.environ.get("WAIT") or "30", help="seconds, or first-step (default 30)")
     own, _, command = " \0".join(sys.argv[1:]).partition(" \0-- \0")
     args = p.parse_args(own.split(" \0"))
     args.command = command.split(" \0")

@@ -39,13 +39,11 @@ from pathlib import Path
 import psutil
 
 import eta
+import settings
 import waits
 from eta import NAME, STAGES, Phase
 
 RANK = int(os.environ.get("RANK", 0))
-LOG_EVERY = max(0.1, float(os.environ.get("LOG_EVERY", 30)))
-STALL_AFTER = float(os.environ.get("STALL_AFTER", 120))
-STALL_EXIT = float(os.environ.get("STALL_EXIT", "inf")) * 60
 SAVE_EVERY = 5.0
 UNKNOWN = {"stage": "?", "state": "?", "phase": "?", "done": 0, "total": None, "unit": "", "rate": 0.0, "eta": None,
            "eta_all": None, "metrics": {}, "waits": "", "pid": 0, "born": 0.0, "host": "?", "job": "", "beat": 0.0,
@@ -113,6 +111,7 @@ class _State:
     spent, past = {}, {}       # {name: [seconds, units, times]}: by this stage, by an earlier run of another one
     later = None               # seconds that the later stages take, by their own earlier runs: a function of the rows
     stalled = None             # (since when, what it waits for)
+    log_every, stall_after, stall_exit = 30.0, 120.0, float("inf")  # seconds
     bar = None                 # tqdm's, on a terminal
     started = line_at = time.time()
     born = psutil.Process().create_time()
@@ -124,6 +123,8 @@ class _State:
 def start(out):
     """Begin to report for the stage directory `out`; what earlier runs of the stage spent is counted in."""
     out = Path(out)
+    _State.log_every, _State.stall_after = max(0.1, settings.number("LOG_EVERY", 30)), settings.number("STALL_AFTER", 120)
+    _State.stall_exit = 60 * settings.number("STALL_EXIT", "inf")
     worker = os.environ.get("WORKER", "1/1").partition("/")[0]  # of several processes on one directory
     _State.path = out / (f".rank-{RANK}.json" if RANK else "progress.json" if worker == "1" else f"progress-{worker}.json")
     own = read(out)
@@ -264,7 +265,7 @@ def amend(out, **fields):
 def _patience(phase):
     """Seconds without an advance that are no stall.  The first unit may take long: workers start, a graph compiles."""
     usual = phase.usual()
-    return 5 * STALL_AFTER if usual is None else max(STALL_AFTER, 5 * usual, 2 * phase.longest)
+    return 5 * _State.stall_after if usual is None else max(_State.stall_after, 5 * usual, 2 * phase.longest)
 
 
 def _words(phase):
@@ -364,18 +365,18 @@ def _write(path, record):
 
 def _beat():
     saved = 0.0
-    while not _State.quit.wait(min(1.0, LOG_EVERY / 4)):
+    while not _State.quit.wait(min(1.0, _State.log_every / 4)):
         with _State.lock:
             now = time.time()
             if _State.stack:
                 _watch(_State.stack[-1], now)
-                if now - _State.line_at >= LOG_EVERY:
+                if now - _State.line_at >= _State.log_every:
                     _say(_State.stack[-1])
                     _State.line_at = now
             if not RANK:
-                due = max(0.0, _State.line_at + LOG_EVERY - now)
-                faulthandler.dump_traceback_later(due + max(1.0, LOG_EVERY / 2), repeat=True, file=output)
-            if now - saved >= min(SAVE_EVERY, STALL_AFTER / 4):
+                due = max(0.0, _State.line_at + _State.log_every - now)
+                faulthandler.dump_traceback_later(due + max(1.0, _State.log_every / 2), repeat=True, file=output)
+            if now - saved >= min(SAVE_EVERY, _State.stall_after / 4):
                 _save()
                 saved = now
 
@@ -392,7 +393,7 @@ def _watch(current, now):
         print(f"stacks at {time.strftime('%F %T')}, stalled for {span(quiet)}:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)
         _save()
-    if quiet > STALL_EXIT:
+    if quiet > _State.stall_exit:
         log(f"stalled for {span(quiet)}: giving up, as STALL_EXIT says; waits for {_State.stalled[1]}")
         _save(state="failed", exit=1, cause=f"stalled: {_State.stalled[1]}")
         os._exit(1)

@@ -26,6 +26,7 @@ import psutil
 import requests
 
 import progress
+import settings
 import stage
 from api import Api
 from stage import CHILD, ROOT, Refused
@@ -56,7 +57,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
 
     Refused if the server dies or does not answer a one-token request in time; the log's end is shown.
     """
-    port = int(os.environ.get("PORT") or _free_port())
+    port = int(settings.number("PORT", 0)) or _free_port()
     url = f"http://127.0.0.1:{port}"
     command = [*CHILD, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name",
                Path(model).name, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype,
@@ -92,7 +93,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
 
 def _await(server, url, log):
     """Wait for a one-token reply: /health answers before requests are served (a public fault)."""
-    deadline = time.monotonic() + float(os.environ.get("SERVER_WAIT", 1800))
+    deadline = time.monotonic() + settings.number("SERVER_WAIT", 1800)
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     while True:
         stage.check_stop()

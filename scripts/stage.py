@@ -34,7 +34,9 @@ from pathlib import Path
 import psutil
 
 import progress
+import settings
 from progress import log
+from settings import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
 CHILD = ["setpriv", "--pdeathsig", "KILL", "--"]  # prefix of a command that must not outlive this process, kill -9 included
@@ -44,10 +46,6 @@ for _name, _value in {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_
     os.environ.setdefault(_name, _value)
 STATES = {0: "done", 1: "failed", 2: "refused"}  # how a stage ended, by its exit code; above 128 it was stopped
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-class Refused(Exception):
-    """What the user can mend, in one sentence: file, line or row, the value found and the value wanted.  Exit code 2."""
 
 
 class Stopped(Exception):
@@ -269,18 +267,18 @@ def torchrun(out):
     and a checkpoint may take longer), and tells which rank failed first.  Of NNODES machines, NODE_RANK 0 runs rank 0; the
     others meet it at RDZV (host:port).
     """
-    ranks, nodes, node = (os.environ.get(name, default) for name, default in (("NPROC", "1"), ("NNODES", "1"), ("NODE_RANK", "0")))
-    if "RANK" in os.environ or ranks == nodes == "1":
+    ranks, nodes, node = (int(settings.number(name, least, least)) for name, least in (("NPROC", 1), ("NNODES", 1), ("NODE_RANK", 0)))
+    if "RANK" in os.environ or ranks == nodes == 1:
         return
-    if nodes != "1" and not os.environ.get("RDZV"):
+    if nodes > 1 and not os.environ.get("RDZV"):
         raise Refused(f"NNODES={nodes} needs RDZV=host:port of the first node")
     progress.phase(f"starting {ranks} ranks")
-    if node == "0":
+    if node == 0:
         for old in out.glob(".rank-*.json"):
             old.unlink()
-    where = ["--standalone"] if nodes == "1" else [f"--nnodes={nodes}", f"--node-rank={node}", "--rdzv-backend=static",
+    where = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", f"--node-rank={node}", "--rdzv-backend=static",
                                                    f"--rdzv-endpoint={os.environ['RDZV']}"]
-    told, report = False, part_log(out, "torchrun" if node == "0" else f"torchrun-{node}")
+    told, report = False, part_log(out, f"torchrun-{node}" if node else "torchrun")
     with open(report, "wb") as file:
         agent = subprocess.Popen([*CHILD, sys.executable, "-m", "torch.distributed.run", *where,
                                   f"--nproc-per-node={ranks}", "--no-python", *CHILD, sys.executable, *sys.argv],
@@ -297,7 +295,7 @@ def torchrun(out):
     if agent.returncode == 0:
         raise RanksEnded(0, "")
     code, state, cause = _first_failure(report, out)
-    if node == "0":
+    if node == 0:
         progress.amend(out, state=state, exit=code, cause=cause)
     raise RanksEnded(code, cause)
 

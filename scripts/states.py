@@ -18,11 +18,16 @@ from pathlib import Path
 
 import jsonl
 import progress
+import settings
 import stage
 from stage import Refused
 
-KEEP_FREE = float(os.environ.get("KEEP_FREE", 1)) * 1e9  # bytes of the states' disk
 QUARANTINE = "broken"  # files that were not what their record or their row says: kept for a look, made again
+
+
+def keep_free():
+    """Bytes of the states' disk that stay free: KEEP_FREE (environment, GB)."""
+    return 1e9 * settings.number("KEEP_FREE", 1, -float("inf"))
 
 
 def file_of(directory, row):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import checkpoint
 import progress
+import settings
 import stage
 import vocab
 import walk
@@ -30,15 +31,6 @@ from stage import Refused
 METRICS_EVERY = 10    # steps between lines of metrics.jsonl
 NOT_FINITE = 3        # steps in a row without a finite gradient that end a training
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
-
-
-def seconds(text):
-    """Seconds of "1200", "90s", "20m" or "2h"."""
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
-    try:
-        return float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        raise Refused(f"SAVE_EVERY={text}: wanted seconds, or 20m, or 2h") from None
 
 
 def build_draft(model, layer_ids, d2t, t2d, ttt_steps, seed=0, attention="sdpa", norms="3.1", layers=1, lm_head="frozen"):
@@ -223,7 +215,7 @@ class Trainer:
         self.schedulers = [get_scheduler({"constant": "constant_with_warmup"}.get(args.schedule, args.schedule), optimizer,
                                          self.warmup, self.total) for optimizer in self.optimizers]
         self.loss = resolve_loss_config(args.loss, "eager")  # "fused" (Triton) fails inside torch.compile of torch 2.11
-        self.save_every = seconds(os.environ.get("SAVE_EVERY") or "20m")
+        self.save_every = settings.number("SAVE_EVERY", "20m")
         self.step, self.saved, self.compiled, self.clock = 0, time.monotonic(), set(), Clock(ranks.device)
         self.skipped, self.in_a_row = 0, []                           # steps without a finite gradient; the last ones
         self.best = {"step": -1, "acceptance": 0.0}
@@ -264,10 +256,8 @@ class Trainer:
         """Find how many packs to run at a time: MICRO_TOKENS (environment; 16384 with a GPU, else one pack, which is as fast on a
         CPU) or the half of it, the quarter .., whatever passes with a batch of padding.  Sharded ranks wait for each other within
         a pass, which a rank without memory would never end, so they run one pack at a time."""
-        given = os.environ.get("MICRO_TOKENS") or ("16384" if self.ranks.device.type == "cuda" else "0")
-        if not given.isdigit():
-            raise Refused(f"MICRO_TOKENS={given}: wanted a number of tokens")
-        packs = min(-(-self.data.per_step // self.ranks.size), int(given) // self.data.size)
+        most = int(settings.number("MICRO_TOKENS", 16384 if self.ranks.device.type == "cuda" else 0))
+        packs = min(-(-self.data.per_step // self.ranks.size), most // self.data.size)
         packs = min(self.ranks.union({self.ranks.rank: packs}).values())  # another machine's setting may be another
         while packs > 1 and not self.ranks.sharded:
             self.data.run_at_once(packs)

@@ -108,7 +108,7 @@ class Watched:
 def gone(processes, within=60):
     """Whether all of these end in time; a zombie, which waits for its parent alone, has ended."""
     end = time.monotonic() + within
-    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         if time.monotonic() > end:
             return False
         time.sleep(0.1)

@@ -1,5 +1,4 @@
 """The client and the store against a real HTTP server that writes states, and misbehaves: nothing wrong is published."""
-import json
 import os
 import random
 import shutil

@@ -459,7 +459,7 @@ def test_memory_does_not_grow_with_the_input(target, tmp_path):
 
 def peak_of(argv):
     """(exit code, peak resident kilobytes) of a run."""
-    code = f"import resource, subprocess, sys; r = subprocess.run(sys.argv[1:], stdout=2).returncode; print(r, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    code = "import resource, subprocess, sys; r = subprocess.run(sys.argv[1:], stdout=2).returncode; print(r, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     done = subprocess.run([sys.executable, "-c", code, sys.executable, SCRIPTS / "01_generate.py", *argv], stdout=subprocess.PIPE, text=True,
                           env={**os.environ, "API_KEY": KEY, "CONCURRENCY": "8"})
     return map(int, done.stdout.split())

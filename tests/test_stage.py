@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import settings
 import stage
 from conftest import STAGES
 
@@ -193,6 +194,25 @@ def test_a_directory_that_was_moved_goes_on_and_is_still_finished(toy):
 
 
 # --- refuse -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, wanted", [("1200", 1200), ("90s", 90), ("20m", 1200), ("1.5h", 5400), ("0", 0), ("1e6", 1e6), ("", 7)])
+def test_a_machine_setting_is_a_number_or_a_time(monkeypatch, text, wanted):
+    monkeypatch.setenv("SAVE_EVERY", text)
+    assert settings.number("SAVE_EVERY", 7) == wanted
+
+
+@pytest.mark.parametrize("text", ["20 minutes", "m", "x", "nan", "-1", "0x10"])
+def test_any_other_machine_setting_is_refused(monkeypatch, text):
+    monkeypatch.setenv("SAVE_EVERY", text)
+    with pytest.raises(stage.Refused, match=f"SAVE_EVERY={text}: wanted a number, 0 or more"):
+        settings.number("SAVE_EVERY", 7)
+
+
+@pytest.mark.parametrize("name", ["LOG_EVERY", "STALL_AFTER", "STALL_EXIT"])
+def test_a_stage_refuses_a_machine_setting_that_is_none(toy, name):
+    assert_refused(toy.run(**{name: "often"}), f"{name}=often: wanted a number")
+    assert not toy.computed.exists()
+
 
 @pytest.mark.parametrize("flag", ["--answer-tokens", "--max-seq-len", "--epochs", "--ttt-steps", "--eval-rows", "--eval-concurrency"])
 def test_a_stage_wants_one_or_more_of_what_it_counts(flag, parsed, capsys):
@@ -385,7 +405,7 @@ def test_done_json_counts_the_seconds_of_every_run(toy):
 def test_outside_a_checkout_the_commit_is_unknown(toy):
     code = toy.root / "code" / "scripts"
     code.mkdir(parents=True)
-    for name in ("stage.py", "progress.py", "eta.py", "waits.py"):
+    for name in ("stage.py", "progress.py", "settings.py", "eta.py", "waits.py"):
         shutil.copy(ROOT / "scripts" / name, code)
     toy.environment = toy.environment | {"PYTHONPATH": str(code), "GIT_CEILING_DIRECTORIES": str(toy.root)}
     ended, text = toy.run()

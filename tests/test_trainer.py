@@ -302,17 +302,6 @@ def test_workers_are_as_many_as_shared_memory_holds_batches_of(monkeypatch):
     assert packing.workers(free // 12, torch.device("cpu")) == 1
 
 
-@pytest.mark.parametrize("text, wanted", [("1200", 1200), ("90s", 90), ("20m", 1200), ("1.5h", 5400), ("0", 0)])
-def test_times_are_seconds_minutes_or_hours(text, wanted):
-    assert trainer.seconds(text) == wanted
-
-
-@pytest.mark.parametrize("text", ["20 minutes", "m", "x"])
-def test_other_times_are_refused(text):
-    with pytest.raises(Refused, match="SAVE_EVERY"):
-        trainer.seconds(text)
-
-
 # --- the target, and other drafts -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", ["tied", "untied, in shards", "says untied, has no head"])

@@ -15,7 +15,6 @@ import random
 import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
