@@ -85,14 +85,23 @@ def count(prompts):
     return sum(1 for line in open(prompts, "rb") if line.strip())
 
 
+def given_to(directory, done):
+    """How many prompts an earlier 01 was given.  Of those that it invented, rows_in counts also what was no question: a third."""
+    if not done:
+        return None
+    told = flags((directory / "args").read_text()).get("prompts", "")
+    return count(told) if told.startswith("self:") else done["rows_in"]
+
+
 def estimate(commands):
     """{stage: {FIGURES of what is left of it, None if unknown; "by": the directory that tells, or None}}."""
     data, generate, found = data_of(commands), commands.get(GENERATE, {}), {}
     homes = data.parent, PROBES / data.parent.name
     past = {s: eta.earlier(homes, s, lambda *run: fits(given, *run)) for s, given in commands.items()}
     made, prepared = (past[s][1] if s in past else status.look(data / s) for s in (GENERATE, PREPARE))
-    prompts = count(generate["prompts"]) if generate else made.get("rows_in")
-    answers, cost, *usage = (scaled(made.get(k), prompts, made.get("rows_in"))
+    then = given_to(past[GENERATE][0] if generate else data / GENERATE, made)
+    prompts = count(generate["prompts"]) if generate else then
+    answers, cost, *usage = (scaled(made.get(k), prompts, then)
                              for k in ("rows_out", "cost", "prompt_tokens", "completion_tokens"))  # cost: as the API told
     tokens, held = (scaled(prepared.get(k), answers, prepared.get("rows_in")) for k in ("tokens", "val_samples"))
     asked = [n if n is not None else held if Path(path).name == "heldout.jsonl" else math.inf  # a set that make gets has enough
@@ -111,7 +120,7 @@ def estimate(commands):
 
 def seconds(s, directory, done, now):
     """What a stage takes of which an earlier run was `done`, if `now` is how much there is of what it counts; None if unknown."""
-    then = done.get("tokens" if s in (EXTRACT, TRAIN) else "rows_in")
+    then = given_to(directory, done) if s == GENERATE else done.get("tokens" if s in (EXTRACT, TRAIN) else "rows_in")
     if not (now and then):
         return None
     told = flags((directory / "args").read_text())

@@ -53,13 +53,14 @@ def record(directory, given, model, **fields):
 
 @pytest.fixture
 def history(commands, tiny):
-    """An earlier run of 64 prompts in DATA=old: 60 rows, 6 of them held out, answers of 50 tokens after prompts of 30."""
+    """An earlier run of 64 invented prompts, and 36 that were none, in DATA=old: 60 rows, 6 of them held out, answers of 50 tokens
+    after prompts of 30."""
     given = commands("DATA=old", "PROMPTS=self:64")
     files = {name: Path(flags["out"]) for name, flags in given.items()}
     counted = {"01_generate": ("answering", [40, 64, 1]), "02_prepare": ("tokenizing", [6, 60, 1]),
                "03_extract": ("extracting", [30, 60, 1]), "04_train": ("training", [50, 20, 1]),
                "05_eval": ("answering", [24, 12, 2])}
-    more = {"01_generate": {"rows_in": 64, "rows_out": 60, "prompt_tokens": 64 * 30, "completion_tokens": 60 * 50},
+    more = {"01_generate": {"rows_in": 100, "rows_out": 60, "prompt_tokens": 64 * 30, "completion_tokens": 60 * 50},
             "02_prepare": {"rows_in": 60, "rows_out": 60, "samples": 60, "tokens": 4800, "val_samples": 6},
             "03_extract": {"tokens": 4800, "bytes": 4800 * 520}, "04_train": {"tokens": 4800, "ranks": 1},
             "05_eval": {"rows_in": 12}}
@@ -128,7 +129,7 @@ def test_dollars_by_prices_given_or_as_the_api_told(history, commands, tiny):
     given = commands("API=http://127.0.0.1:9/v1", "API_MODEL=m", "DATA=paid")
     spent = {"rows_in": 64, "rows_out": 60, "prompt_tokens": 64 * 30, "completion_tokens": 60 * 50}
     directory = history[STAGES[0]].parent.with_name("by-api") / STAGES[0]
-    record(directory, given[STAGES[0]], tiny, seconds=1, phases={"answering": [1, 64, 1]}, **spent)
+    record(directory, given[STAGES[0]] | {"prompts": "self:64"}, tiny, seconds=1, phases={"answering": [1, 64, 1]}, **spent)
     assert plan.estimate(given)[STAGES[0]]["cost"] is None
     priced = given | {STAGES[0]: given[STAGES[0]] | {"prices": "10,20"}}
     assert plan.estimate(priced)[STAGES[0]]["cost"] == pytest.approx((640 * 30 * 10 + 600 * 50 * 20) / 1e6)
