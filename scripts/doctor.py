@@ -66,7 +66,7 @@ def memory(commands, model):
 
 
 def port(commands, model):
-    wanted = int(settings.number("PORT", 0))
+    wanted = settings.whole("PORT", 0)
     with socket.socket() as s:
         free = not wanted or s.connect_ex(("127.0.0.1", wanted))
     yield free, f"{wanted or 'any'}, which must be free", "stop what listens there (ss -ltnp), or another PORT"
@@ -74,7 +74,7 @@ def port(commands, model):
 
 def limits(commands, model):
     """NCCL and torch want 64 MB of shared memory; 04 runs fewer loader processes if there is no room for five batches of each."""
-    workers = int(settings.number("WORKERS", 4 if device() == "cuda" else 0)) if TRAIN in commands else 0
+    workers = settings.whole("WORKERS", 4 if device() == "cuda" else 0) if TRAIN in commands else 0
     batch = workers and plan.bytes_of(min(int(commands[TRAIN].get("batch-tokens", 8192)), 16384), commands[TRAIN])
     free, least = shutil.disk_usage("/dev/shm").free, 64 << 20
     yield free > least + 5 * workers * batch or (None if free > least else False), \

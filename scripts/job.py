@@ -115,7 +115,7 @@ def current(dirs, job, since=0.0):
 
 def launch(args):
     first_step = os.environ.get("WAIT") == "first-step"
-    deadline = time.time() + (float("inf") if first_step else settings.number("WAIT", 30))
+    deadline = time.time() + (float("inf") if first_step else settings.number("WAIT", 30, time="s"))
     log, lock = LOGS / f"{args.job}.log", LOGS / f"{args.job}.lock"
     LOGS.mkdir(exist_ok=True)
     file = open(lock, "a+")
@@ -223,7 +223,7 @@ def tail(args):
 def stop(args):
     """The job of this name, and the stages that run in its directories without having been launched."""
     log, runner = LOGS / f"{args.job}.log", holder(LOGS / f"{args.job}.lock").get("pid")
-    until, said, told, killed = time.time() + settings.number("STOP_WAIT", 900), 0.0, set(), set()
+    until, said, told, killed = time.time() + settings.number("STOP_WAIT", 900, time="s"), 0.0, set(), set()
     seen = found = family(log) | foreground(args.dirs)
     if not seen:
         print(f"{args.job} is not running")

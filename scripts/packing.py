@@ -188,7 +188,7 @@ def workers(batch_bytes, device):
     """Loader processes of a rank: WORKERS (environment; 4 with a GPU, else none), or as many as /dev/shm holds batches of.
 
     Each prefetches two, for the training and for the validation; a full /dev/shm ends in a bus error without a word."""
-    wanted = int(settings.number("WORKERS", 4 if device.type == "cuda" else 0))
+    wanted = settings.whole("WORKERS", 4 if device.type == "cuda" else 0)
     free = shutil.disk_usage("/dev/shm").free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     held = min(wanted, free // (5 * batch_bytes))
     if held < wanted:

@@ -62,7 +62,7 @@ def standing(path):
 
 def fits(given, directory, done):
     """Whether an earlier run was of this model, by as many ranks, with flags that run as fast."""
-    args, ranks = (directory / "args").read_text(), int(settings.number("NPROC", 1, 1) * settings.number("NNODES", 1, 1))
+    args, ranks = (directory / "args").read_text(), settings.whole("NPROC", 1, 1) * settings.whole("NNODES", 1, 1)
     then, now = ({k: v for k, v in f.items() if k not in FREE} for f in (flags(args.split("\n")[0]), given))
     return (then == now and done.get("ranks", ranks) == ranks and Path(given["model"], "config.json").exists()
             and f"\nmodel {stage.identity(given['model'])}\n" in args)

@@ -57,7 +57,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
 
     Refused if the server dies or does not answer a one-token request in time; the log's end is shown.
     """
-    port = int(settings.number("PORT", 0)) or _free_port()
+    port = settings.whole("PORT", 0) or _free_port()
     url = f"http://127.0.0.1:{port}"
     command = [*CHILD, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name",
                Path(model).name, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype,
@@ -93,7 +93,7 @@ def serve(model, log, dtype="bfloat16", draft=None, capture=None, cache_prefixes
 
 def _await(server, url, log):
     """Wait for a one-token reply: /health answers before requests are served (a public fault)."""
-    deadline = time.monotonic() + settings.number("SERVER_WAIT", 1800)
+    deadline = time.monotonic() + settings.number("SERVER_WAIT", 1800, time="s")
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     while True:
         stage.check_stop()

@@ -34,7 +34,7 @@ def make(args, masker):
             offset, first = offset + len(data), first + len(lines)
     (args.out / "shards").mkdir(exist_ok=True)
     missing = [folder for folder in shards if not folder.exists()]
-    workers, dropped = max(1, min(len(missing), int(settings.number("WORKERS", len(os.sched_getaffinity(0)))))), 0
+    workers, dropped = max(1, min(len(missing), settings.whole("WORKERS", len(os.sched_getaffinity(0))))), 0
     progress.plan(("tokenizing", first - 1), "joining", "counting", rows=first - 1)
     progress.phase("tokenizing", first - 1, "row", done=first - 1 - sum(shards[folder][2] for folder in missing),
                    flight=workers * LINES)

@@ -267,7 +267,7 @@ def torchrun(out):
     and a checkpoint may take longer), and tells which rank failed first.  Of NNODES machines, NODE_RANK 0 runs rank 0; the
     others meet it at RDZV (host:port).
     """
-    ranks, nodes, node = (int(settings.number(name, least, least)) for name, least in (("NPROC", 1), ("NNODES", 1), ("NODE_RANK", 0)))
+    ranks, nodes, node = (settings.whole(name, least, least) for name, least in (("NPROC", 1), ("NNODES", 1), ("NODE_RANK", 0)))
     if "RANK" in os.environ or ranks == nodes == 1:
         return
     if nodes > 1 and not os.environ.get("RDZV"):

@@ -215,7 +215,7 @@ class Trainer:
         self.schedulers = [get_scheduler({"constant": "constant_with_warmup"}.get(args.schedule, args.schedule), optimizer,
                                          self.warmup, self.total) for optimizer in self.optimizers]
         self.loss = resolve_loss_config(args.loss, "eager")  # "fused" (Triton) fails inside torch.compile of torch 2.11
-        self.save_every = settings.number("SAVE_EVERY", "20m")
+        self.save_every = settings.number("SAVE_EVERY", "20m", time="s")
         self.step, self.saved, self.compiled, self.clock = 0, time.monotonic(), set(), Clock(ranks.device)
         self.skipped, self.in_a_row = 0, []                           # steps without a finite gradient; the last ones
         self.best = {"step": -1, "acceptance": 0.0}
@@ -256,7 +256,7 @@ class Trainer:
         """Find how many packs to run at a time: MICRO_TOKENS (environment; 16384 with a GPU, else one pack, which is as fast on a
         CPU) or the half of it, the quarter .., whatever passes with a batch of padding.  Sharded ranks wait for each other within
         a pass, which a rank without memory would never end, so they run one pack at a time."""
-        most = int(settings.number("MICRO_TOKENS", 16384 if self.ranks.device.type == "cuda" else 0))
+        most = settings.whole("MICRO_TOKENS", 16384 if self.ranks.device.type == "cuda" else 0)
         packs = min(-(-self.data.per_step // self.ranks.size), most // self.data.size)
         packs = min(self.ranks.union({self.ranks.rank: packs}).values())  # another machine's setting may be another
         while packs > 1 and not self.ranks.sharded:

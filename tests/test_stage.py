@@ -195,22 +195,39 @@ def test_a_directory_that_was_moved_goes_on_and_is_still_finished(toy):
 
 # --- refuse -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("text, wanted", [("1200", 1200), ("90s", 90), ("20m", 1200), ("1.5h", 5400), ("0", 0), ("1e6", 1e6), ("", 7)])
-def test_a_machine_setting_is_a_number_or_a_time(monkeypatch, text, wanted):
+@pytest.mark.parametrize("text, wanted", [("1200", 1200), ("90s", 90), ("20m", 1200), ("1.5h", 5400), ("0", 0), ("", 7)])
+def test_a_machine_setting_that_is_a_time_has_units(monkeypatch, text, wanted):
     monkeypatch.setenv("SAVE_EVERY", text)
-    assert settings.number("SAVE_EVERY", 7) == wanted
+    assert settings.number("SAVE_EVERY", 7, time="s") == wanted
 
 
-@pytest.mark.parametrize("text", ["20 minutes", "m", "x", "nan", "-1", "0x10"])
-def test_any_other_machine_setting_is_refused(monkeypatch, text):
-    monkeypatch.setenv("SAVE_EVERY", text)
-    with pytest.raises(stage.Refused, match=f"SAVE_EVERY={text}: wanted a number, 0 or more"):
-        settings.number("SAVE_EVERY", 7)
+@pytest.mark.parametrize("text", ["2.5", "inf", "0"])
+def test_of_what_is_counted_a_whole_number_is_wanted(monkeypatch, text):
+    monkeypatch.setenv("CONCURRENCY", text)
+    with pytest.raises(stage.Refused, match=f"CONCURRENCY={text}: wanted a"):
+        settings.whole("CONCURRENCY", 7, least=1)
+    monkeypatch.setenv("CONCURRENCY", "64")
+    assert settings.whole("CONCURRENCY", 7, least=1) == 64
+
+
+def test_a_time_in_minutes_may_name_another_unit(monkeypatch):
+    for text in ("30", "30m", "1800s", "0.5h"):
+        monkeypatch.setenv("STALL_EXIT", text)
+        assert settings.number("STALL_EXIT", "inf", time="m") == 1800
+    monkeypatch.delenv("STALL_EXIT")
+    assert settings.number("STALL_EXIT", "inf", time="m") == float("inf")
+
+
+@pytest.mark.parametrize("text", ["20 minutes", "m", "x", "nan", "-1", "0x10", "20m"])
+def test_a_machine_setting_that_is_no_number_is_refused(monkeypatch, text):
+    monkeypatch.setenv("CONCURRENCY", text)
+    with pytest.raises(stage.Refused, match=f"CONCURRENCY={text}: wanted a number, 0 or more"):
+        settings.number("CONCURRENCY", 7)
 
 
 @pytest.mark.parametrize("name", ["LOG_EVERY", "STALL_AFTER", "STALL_EXIT"])
 def test_a_stage_refuses_a_machine_setting_that_is_none(toy, name):
-    assert_refused(toy.run(**{name: "often"}), f"{name}=often: wanted a number")
+    assert_refused(toy.run(**{name: "often"}), f"{name}=often: wanted a time")
     assert not toy.computed.exists()
 
 
