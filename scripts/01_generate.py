@@ -100,7 +100,7 @@ def main():
         args.model, stage.part_log(out, "sglang"), args.generate_dtype, max_requests=in_flight())
     with server as url:
         if args.api:
-            limits = (settings.number(name, "inf", 1) for name in ("RPM", "TPM"))
+            limits = (settings.number(name, "inf", 0.01) for name in ("RPM", "TPM"))
             api = Api(args.api, os.environ.get("API_KEY"), pace=Pace(in_flight(0), args.answer_tokens, *limits))
         else:
             api = Api(url + "/v1", pace=Pace(in_flight()))

@@ -15,7 +15,7 @@ Writes  hs_{row}.safetensors    hidden_states [T, 4, H] bfloat16, or fp8 and a s
 
 Before the first row and on a random sample at the end the hand-over is checked (parity.py).  A file is checked (ids,
 shape, finite, norms; of some rows the next token) before it gets its name; resuming compares every file's size with the
-manifest.  The environment says where and how safely: CONCURRENCY (default 64 on a GPU, 16 on a CPU), STAGING, KEEP_FREE,
+manifest.  The environment says where and how safely: CONCURRENCY (default 128 on a GPU, 16 on a CPU), STAGING, KEEP_FREE,
 FSYNC, VERIFY, SERVERS, WORKER (env/local.env.example).
 """
 import json
@@ -67,8 +67,10 @@ def main():
     config = contract.text_config(args.model)
     layers, head = contract.layer_ids(args.model, args.layer_ids), states.Head(args.model)
     data = load_from_disk(args.tokens / "dataset").with_format(None)
+    if (fsync := os.environ.get("FSYNC") or "row") not in ("row", "end"):
+        raise Refused(f"FSYNC={fsync}: wanted row or end")
     worker, workers = stage.worker()
-    store = states.Store(out, config.hidden_size, args.dtype == "fp8", worker, os.environ.get("FSYNC", "row") == "row")
+    store = states.Store(out, config.hidden_size, args.dtype == "fp8", worker, fsync == "row")
     mine = range(worker - 1, len(data), workers)
     missing = dict.fromkeys(store.missing(mine, data, os.environ.get("VERIFY") == "1"))
     sizes = [store.bytes_of(n) for n in data["seq_len"][:]]

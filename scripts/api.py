@@ -96,7 +96,7 @@ class Api:
     def __init__(self, url, key=None, tries=TRIES, pace=None):
         self.urls = [u.rstrip("/") for u in url.split(",")]
         self.url, self.key, self.tries, self.pace = self.urls[0], key, tries, pace or Pace(1)
-        self.deadline = settings.number("DEADLINE", 600, time="s")
+        self.deadline = min(1e6, settings.number("DEADLINE", 600, 0.1, time="s"))  # sockets know no infinity
         self.running, self.shunned, self.lock = Counter(), Counter(), threading.Lock()
         self.session = requests.Session()
         self.session.auth = lambda request: request  # else requests looks for one in ~/.netrc
@@ -184,8 +184,8 @@ class Api:
 
 
 def in_flight(default=64):
-    """How many requests run at once: CONCURRENCY from the environment; 0, which finds the level, where that is the default."""
-    return settings.whole("CONCURRENCY", default, min(1, default))
+    """How many requests run at once: CONCURRENCY from the environment."""
+    return settings.whole("CONCURRENCY", default, 1)
 
 
 def each(work, items, limit, give_up=None, tries=TRIES):

@@ -5,6 +5,7 @@ A pass answers all prompts at the most requests in flight, and some of each set 
 being {"ids", "accepted": [times that 0, 1 .. proposals were accepted], "first", "seconds"} or {"failed": why}.
 """
 import json
+import random
 import time
 
 import progress
@@ -70,11 +71,12 @@ def sampled(api, prompts, args, flight, path):
     index = [i for own in sample(prompts, 1, 0).values() for i in own]
     progress.phase("sampling at temperature 1", args.eval_sampled * len(index), "answer", flight=flight)
 
-    def draw(which):  # the seed is for a server in deterministic mode, which else gives every answer the same one
-        return which[0], ask(api, prompts[which[0]]["ids"], SAMPLED, {"temperature": 1.0, "sampling_seed": which[1]})
+    def draw(which):  # the seed, another in each pass, is for a server in deterministic mode, which else gives all answers the same
+        seed = random.Random(f"{path.stem} {which}").getrandbits(31)
+        return which[0], ask(api, prompts[which[0]]["ids"], SAMPLED, {"temperature": 1.0, "sampling_seed": seed})
 
     answers, rows = {i: [] for i in index}, []
-    for i, row in each(draw, [(i, seed) for seed in range(args.eval_sampled) for i in index], flight):
+    for i, row in each(draw, [(i, k) for k in range(args.eval_sampled) for i in index], flight):
         answers[i].append(row.get("ids"))
         rows.append(row)
         progress.advance()

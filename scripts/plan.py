@@ -99,7 +99,7 @@ def estimate(commands):
     homes = data.parent, PROBES / data.parent.name
     past = {s: eta.earlier(homes, s, lambda *run: fits(given, *run)) for s, given in commands.items()}
     made, prepared = (past[s][1] if s in past else status.look(data / s) for s in (GENERATE, PREPARE))
-    then = given_to(past[GENERATE][0] if generate else data / GENERATE, made)
+    then = given_to(past[GENERATE][0], made) if generate else made.get("rows_in")
     prompts = count(generate["prompts"]) if generate else then
     answers, cost, *usage = (scaled(made.get(k), prompts, then)
                              for k in ("rows_out", "cost", "prompt_tokens", "completion_tokens"))  # cost: as the API told
@@ -171,6 +171,8 @@ def probe(commands):
     rate."""
     data, most = data_of(commands), in_flight()
     source = commands.get(GENERATE, {}).get("prompts", f"{data}/{GENERATE}/prompts.jsonl")
+    if source.startswith("hf:"):
+        raise stage.Refused(f"a probe takes some of the prompts of a file, and {source} is none: make generate first, or write one of it")
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=standing(data)) as folder:
         prompts = f"self:{min(most, count(source))}"
         if not source.startswith("self:"):  # of a file some from all over it

@@ -14,7 +14,7 @@ class Refused(Exception):
 
 
 def number(name, default, least=0, time=None):
-    """The number that `name` is set to; Refused if it is none, or below `least`.  time: it is one, in these units unless it names
+    """The number that `name` is set to, else the default; Refused if it is none, or below `least`.  time: it is one, in these units unless it names
     its own, 90s, 20m or 2h; in seconds."""
     text = os.environ.get(name) or str(default)
     amount, unit = (text[:-1], text[-1]) if time and text[-1] in UNITS else (text, time)
@@ -22,7 +22,7 @@ def number(name, default, least=0, time=None):
         value = float(amount) * UNITS.get(unit, 1)
     except ValueError:
         value = math.nan
-    if not value >= least:
+    if not value >= (least if os.environ.get(name) else value):
         raise Refused(f"{name}={text}: wanted a {'time, as 90s, 20m or 2h' if time else 'number'}, {least:g} or more")
     return value
 

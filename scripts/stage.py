@@ -149,22 +149,22 @@ def begin(args, several_nodes=False):
     Every other Path in `args` is an input and must be there: a finished stage, a model directory, or a file.  With
     several_nodes, only the first of NNODES claims it.
     """
-    out = args.out
-    if several_nodes and "RANK" not in os.environ and os.environ.get("NODE_RANK", "0") != "0":
+    out, values = args.out, vars(args)
+    for name, value in ((k, v) for k, vs in values.items() for v in _list(vs) if isinstance(v, (int, float))):
+        if not 0 <= value < float("inf"):
+            raise Refused(f"{_flag(name)} {value}: wanted a number, 0 or more")
+    node, _ = nodes()
+    if several_nodes and "RANK" not in os.environ and node:
         log(f"waiting for the first node to claim {out}")  # which refuses a directory that holds files of others
         while not (out / "args").exists():
             check_stop()
             time.sleep(0.2)
-        _own_the_log(part_log(out, f"node-{os.environ['NODE_RANK']}"))
+        _own_the_log(part_log(out, f"node-{node}"))
         return out
     if "RANK" in os.environ:  # the process that started the ranks has claimed it
         _own_the_log(part_log(out, f"rank-{progress.RANK}"))
         progress.start(out)
         return out
-    values = vars(args)
-    for name, value in ((k, v) for k, vs in values.items() for v in _list(vs) if isinstance(v, (int, float))):
-        if not 0 <= value < float("inf"):
-            raise Refused(f"{_flag(name)} {value}: wanted 0 or more")
     wanted = [f"{_flag(k)} {_text(v)}" for k, v in values.items() if not _is_path(v)]
     wanted += [f"{k} {' '.join(identity(p) for p in _list(v))}" for k, v in values.items() if _is_path(v) and k != "out"]
     first = f"<{typed(sys.argv[1:], values)}>"
@@ -267,16 +267,16 @@ def torchrun(out):
     and a checkpoint may take longer), and tells which rank failed first.  Of NNODES machines, NODE_RANK 0 runs rank 0; the
     others meet it at RDZV (host:port).
     """
-    ranks, nodes, node = (settings.whole(name, least, least) for name, least in (("NPROC", 1), ("NNODES", 1), ("NODE_RANK", 0)))
-    if "RANK" in os.environ or ranks == nodes == 1:
+    ranks, (node, machines) = settings.whole("NPROC", 1, 1), nodes()
+    if "RANK" in os.environ or ranks == machines == 1:
         return
-    if nodes > 1 and not os.environ.get("RDZV"):
-        raise Refused(f"NNODES={nodes} needs RDZV=host:port of the first node")
+    if machines > 1 and not os.environ.get("RDZV"):
+        raise Refused(f"NNODES={machines} needs RDZV=host:port of the first node")
     progress.phase(f"starting {ranks} ranks")
     if node == 0:
         for old in out.glob(".rank-*.json"):
             old.unlink()
-    where = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", f"--node-rank={node}", "--rdzv-backend=static",
+    where = ["--standalone"] if machines == 1 else [f"--nnodes={machines}", f"--node-rank={node}", "--rdzv-backend=static",
                                                    f"--rdzv-endpoint={os.environ['RDZV']}"]
     told, report = False, part_log(out, f"torchrun-{node}" if node else "torchrun")
     with open(report, "wb") as file:
@@ -316,6 +316,14 @@ def _first_failure(log_file, out):
         log(f"{end.stem}: {line}")
     log(f"failed: {cause}; {end}")
     return 1, "failed", cause
+
+
+def nodes():
+    """(NODE_RANK, NNODES): which of how many machines that train together this is; (0, 1) without them."""
+    machines, node = settings.whole("NNODES", 1, 1), settings.whole("NODE_RANK", 0)
+    if machines > 1 and node >= machines:
+        raise Refused(f"NODE_RANK={node}: there are {machines} nodes, the first is 0")
+    return (node, machines) if machines > 1 else (0, 1)
 
 
 def worker():

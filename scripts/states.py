@@ -27,7 +27,7 @@ QUARANTINE = "broken"  # files that were not what their record or their row says
 
 def keep_free():
     """Bytes of the states' disk that stay free: KEEP_FREE (environment, GB)."""
-    return 1e9 * settings.number("KEEP_FREE", 1, -float("inf"))
+    return 1e9 * settings.number("KEEP_FREE", 1, -1)
 
 
 def file_of(directory, row):

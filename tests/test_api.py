@@ -571,3 +571,12 @@ def test_a_server_that_goes_away_ends_the_stage_which_then_goes_on(closing):
         assert code == 0, printed
         assert len(back.asked()) == 15
     assert names(process.out)[:5] == stored and sorted(names(process.out)) == sorted(ALL)
+
+
+@pytest.mark.parametrize("default", [0, 64])  # 0: the level is found
+def test_no_request_in_flight_is_refused_wherever_it_is_asked(monkeypatch, default):
+    monkeypatch.setenv("CONCURRENCY", "0")
+    with pytest.raises(stage.Refused, match="CONCURRENCY=0: wanted a number, 1 or more"):
+        api.in_flight(default)
+    monkeypatch.delenv("CONCURRENCY")
+    assert api.in_flight(default) == default

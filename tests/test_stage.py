@@ -241,7 +241,7 @@ def test_a_stage_wants_one_or_more_of_what_it_counts(flag, parsed, capsys):
 
 @pytest.mark.parametrize("flag, value", [("--lr", "-0.1"), ("--lr", "inf"), ("--lr", "nan"), ("--rows", "-3"), ("--layers", "2,-1")])
 def test_a_number_below_zero_or_without_end_is_refused_before_anything_is_written(toy, flag, value):
-    assert_refused(toy.run(f"{flag}={value}"), flag, "wanted 0 or more")
+    assert_refused(toy.run(f"{flag}={value}"), flag, "wanted a number, 0 or more")
     assert not toy.out.exists()
 
 

@@ -64,7 +64,7 @@ def test_two_ranks_train_all_rows_and_speak_with_one_voice(undisturbed, prepared
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name, value", [("NPROC", "0"), ("MICRO_TOKENS", "many")])
+@pytest.mark.parametrize("name, value", [("NPROC", "0"), ("MICRO_TOKENS", "many"), ("NODE_RANK", "first")])
 def test_a_machine_setting_that_is_no_number_is_refused(prepared, tiny, tmp_path, name, value):
     output = train(prepared, tiny, tmp_path / "04_train", code=2, **{name: value})
     assert f"refused: {name}={value}: wanted a number" in output and "Traceback" not in output

@@ -130,6 +130,8 @@ def greedy(args, urls):
     from api import Api, each
     from measure import ask
 
+    if (args.out / "greedy.jsonl").exists():  # in another order the walks of before and after would be paired wrongly
+        return
     api, tokenizer = Api(",".join(urls)), chat.load_tokenizer(MODEL)
     prompts = [prompt for path in sets(args) for prompt in questions.load(path, tokenizer, None, {})]
     rows = each(lambda prompt: {**prompt, "answer": ask(api, prompt["ids"], 256)["ids"]}, prompts, 128 * len(urls))
@@ -261,8 +263,9 @@ def compared(walks, flags):
     yield f"| the defaults ({len(seeds)} seeds) | " + " | ".join(cells) + " |"
     for name, walk in walks.items():
         own, cells = flags[name], []
+        own = own if isinstance(own, dict) else own[2:] if own[:1] == ["--epochs"] else own
         label = (f"SpecForge 0.2.0, {', '.join(f'{k} {v:g}' for k, v in own.items()) or 'its defaults'}" if isinstance(own, dict) else
-                 f"`{' '.join(map(str, own[2:]))}`" if own[2:] else f"states in {name}")
+                 f"`{' '.join(map(str, own))}`" if own else f"states in {name}")
         for key, pairs in pooled.items():
             draws = numpy.random.default_rng(0).integers(len(pairs), size=(2000, len(pairs)))
             low, high = numpy.quantile(lengths(walk[key], draws) - lengths(pairs, draws), [0.025, 0.975])
@@ -281,6 +284,8 @@ def main():
     p.add_argument("--at-once", type=int, default=4, help="sweep: drafts that train side by side (default 4)")
     args, args.flags = p.parse_known_args()
     args.name = args.names[0] if args.names else "base"
+    if args.flags and args.piece not in ("train", "eval"):
+        p.error(f"{args.piece} takes no {' '.join(args.flags)}; names stand before the flags")
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("SGLANG_ARGS", ENGINE)
