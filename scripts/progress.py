@@ -123,7 +123,8 @@ class _State:
 def start(out):
     """Begin to report for the stage directory `out`; what earlier runs of the stage spent is counted in."""
     out = Path(out)
-    _State.log_every, _State.stall_after = min(1e6, max(0.1, settings.number("LOG_EVERY", 30, time="s"))), settings.number("STALL_AFTER", 120, time="s")
+    _State.log_every = min(1e6, max(0.1, settings.number("LOG_EVERY", 30, time="s")))  # faulthandler knows no infinity
+    _State.stall_after = settings.number("STALL_AFTER", 120, time="s")
     _State.stall_exit = settings.number("STALL_EXIT", "inf", time="m")
     worker = os.environ.get("WORKER", "1/1").partition("/")[0]  # of several processes on one directory
     _State.path = out / (f".rank-{RANK}.json" if RANK else "progress.json" if worker == "1" else f"progress-{worker}.json")

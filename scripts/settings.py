@@ -14,8 +14,9 @@ class Refused(Exception):
 
 
 def number(name, default, least=0, time=None):
-    """The number that `name` is set to, else the default; Refused if it is none, or below `least`.  time: it is one, in these units unless it names
-    its own, 90s, 20m or 2h; in seconds."""
+    """The number that `name` is set to, else the default; Refused if it is none, or below `least`.
+
+    time: the result is in seconds, and the text in these units unless it names its own: 90s, 20m, 2h."""
     text = os.environ.get(name) or str(default)
     amount, unit = (text[:-1], text[-1]) if time and text[-1] in UNITS else (text, time)
     try:

@@ -147,6 +147,24 @@ def test_three_of_ten_failures_are_counted_left_out_and_too_many(engine):
     assert sum("failed" in r for r in results["rows"]) == 3
 
 
+def test_each_answer_that_is_drawn_has_a_seed_of_its_own_and_failed_ones_are_too_many(engine):
+    args, passes = SimpleNamespace(eval_sampled=3, max_failed=0.02), [Path(f"pass-1-{name}.json") for name in ("plain", "3-1-4")]
+    good = [{"set": "a", "ids": [9]}, {"set": "a", "ids": [8]}]
+    for path in passes:
+        assert measure.sampled(engine.api, good, args, 2, path) == [(0, [[1, 2, 3]] * 3), (1, [[1, 2, 3]] * 3)]
+    seeds = [body["sampling_params"]["sampling_seed"] for body in engine.bodies]
+    assert len(seeds) == len(set(seeds)) == 12
+    with pytest.raises(Refused, match="pass-1-plain: 3 of 6 requests failed, more than --max-failed 0.02"):
+        measure.sampled(engine.api, [*good[:1], {"set": "a", "ids": [2]}], args, 2, passes[0])
+
+
+def test_a_deadline_without_end_is_one_that_sockets_know(engine, monkeypatch):
+    from api import Api
+
+    monkeypatch.setenv("DEADLINE", "inf")
+    assert measure.ask(Api(engine.api.url), [9], 8)["ids"] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("dtype, ties", [("float32", 1), ("bfloat16", 2)])
 def test_only_a_gap_that_rounding_decides_is_a_near_tie(dtype, ties):
     level = {"seconds": {"a": 1.0}, "rows": [row([2, 5, 2, 1])] * 5}

@@ -103,9 +103,11 @@ def test_a_store_holds_one_kind_of_states(prepared, tiny, tmp_path, more):
     assert "was made by another command" in told and more[1].split(",")[0] in told
 
 
-def test_no_request_in_flight_is_refused_and_does_not_wait_for_ever(prepared, tiny, server, tmp_path):
-    told = script("03_extract", *flags(prepared, tiny, tmp_path / "out"), code=2, CONCURRENCY="0", **server)
-    assert "refused: CONCURRENCY=0: wanted a number, 1 or more" in told
+@pytest.mark.parametrize("name, value, wanted", [("CONCURRENCY", "0", "a number, 1 or more"), ("FSYNC", "rows", "row or end")])
+def test_a_machine_setting_that_means_nothing_is_refused(prepared, tiny, server, tmp_path, name, value, wanted):
+    """Requests none at a time are waited for without end."""
+    told = script("03_extract", *flags(prepared, tiny, tmp_path / "out"), code=2, **{**server, name: value})
+    assert f"refused: {name}={value}: wanted {wanted}" in told
 
 
 def test_servers_with_other_layers_are_refused_before_the_first_row(prepared, tiny, server, tmp_path):

@@ -184,6 +184,13 @@ def test_a_finished_stage_compares_plan_and_truth(tmp_path, environment):
     assert f"{done['of_plan']['seconds']:.2f} of the planned seconds" in make("status", f"RUNS={tmp_path}")
 
 
+def test_a_probe_of_prompts_on_the_hub_is_refused(commands):
+    given = commands()
+    given[STAGES[0]]["prompts"] = "hf:some/set"
+    with pytest.raises(stage.Refused, match="hf:some/set is none"):
+        plan.probe(given)
+
+
 @pytest.mark.slow
 def test_a_probe_tells_all_leaves_nothing_and_meets_the_truth(sets, tiny, tmp_path):
     questions = tmp_path / "questions.jsonl"

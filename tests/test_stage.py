@@ -201,6 +201,17 @@ def test_a_machine_setting_that_is_a_time_has_units(monkeypatch, text, wanted):
     assert settings.number("SAVE_EVERY", 7, time="s") == wanted
 
 
+@pytest.mark.parametrize("machines, node, found", [("", "", (0, 1)), ("2", "1", (1, 2)), ("1", "1", (0, 1)), ("2", "2", None)])
+def test_a_machine_is_one_of_those_that_there_are(monkeypatch, machines, node, found):
+    monkeypatch.setenv("NNODES", machines)
+    monkeypatch.setenv("NODE_RANK", node)
+    if found:
+        assert stage.nodes() == found
+    else:
+        with pytest.raises(stage.Refused, match="NODE_RANK=2: there are 2 nodes"):
+            stage.nodes()
+
+
 @pytest.mark.parametrize("text", ["2.5", "inf", "0"])
 def test_of_what_is_counted_a_whole_number_is_wanted(monkeypatch, text):
     monkeypatch.setenv("CONCURRENCY", text)
