@@ -4,6 +4,7 @@ Example
     python tests/benchmarks/extract.py memory --out DIR --rows 100000     # 10 minutes on 2 cores
     python tests/benchmarks/extract.py check --out DIR                    # about 5 minutes on one H200, no checkpoint needed
     python tests/benchmarks/extract.py speed --out DIR                    # about 6 minutes on one H200, no checkpoint needed
+    ... speed --out DIR --target models/smollm2-135m --tokens 256         # of another target's shape
     ... speed --out DIR --hidden 256 --depth 4 --prompts 32 --tokens 64   # the same on a CPU: says nothing of speed
 
 Prints one JSON line a figure, and appends it to DIR/results.jsonl; figures that are there are not measured again.
@@ -159,15 +160,16 @@ def speed(args):
 
     until = time.monotonic() + 60 * args.minutes
     torch.set_num_threads(1)
-    model = llama(args.out / "llama", args.hidden, args.depth)
-    layers = [1, args.depth // 2, args.depth - 1]
+    model = args.target or llama(args.out / "llama", args.hidden, args.depth)
+    shape = json.loads((model / "config.json").read_text())
+    layers = [1, shape["num_hidden_layers"] // 2, shape["num_hidden_layers"] - 1]
     args.disk.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix="eaglet-", dir="/dev/shm"))
     os.environ["SGLANG_ARGS"] = f"--load-format dummy {engine()} {args.sglang_args}"
     try:
         with serve(model, args.out / "sglang.log", capture=hidden_states_hook.forward_hooks(str(staging), layers), cache_prefixes=False,
                    max_requests=128) as url:
-            measures(args, url, staging, until)
+            measures(args, url, staging, until, shape["hidden_size"], shape["vocab_size"])
     except BaseException:
         print((args.out / "sglang.log").read_text()[-6000:], flush=True)
         raise
@@ -175,7 +177,7 @@ def speed(args):
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def measures(args, url, staging, until):
+def measures(args, url, staging, until, hidden, vocabulary):
     from api import Api, each
     from capture import Client
     from states import Store
@@ -184,7 +186,7 @@ def measures(args, url, staging, until):
     api = Api(url)
 
     def prompts(n):
-        return [[draw.randrange(3, 128000) for _ in range(args.tokens)] for _ in range(n)]
+        return [[draw.randrange(3, vocabulary) for _ in range(args.tokens)] for _ in range(n)]
 
     def plain(ids):
         api.post("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
@@ -198,7 +200,7 @@ def measures(args, url, staging, until):
     def extraction(where, fp8, fsync, limit):
         folder = Path(tempfile.mkdtemp(prefix="store-", dir=where))
         try:
-            store = Store(folder, args.hidden, fp8, fsync=fsync)
+            store = Store(folder, hidden, fp8, fsync=fsync)
             client = Client([url], staging, store, window=args.window << 30)
 
             def keep(ids):
@@ -242,13 +244,13 @@ def measures(args, url, staging, until):
                ratio=rounded(2 * found / (before + after)), gb_per_s=rounded(found / args.tokens * size / 1e9), client_cpu_s=round(cpu, 1),
                tok_per_s_with_final_sync=round(whole), prompts=args.prompts, tokens=args.tokens)
     for sync in (True, False):
-        for size, name in ((args.tokens * (8 * args.hidden + 8), "bf16"), (args.tokens * (4 * args.hidden + 12), "fp8")):
+        for size, name in ((args.tokens * (8 * hidden + 8), "bf16"), (args.tokens * (4 * hidden + 12), "fp8")):
             label = f"disk alone {name} fsync={'row' if sync else 'end'}"
             if label not in done and time.monotonic() < until - 30:
                 report(args.out, label, gb_per_s=rounded(disk_speed(args.disk, size, args.prompts // 2, sync)))
     label = "shm alone, one thread"
     if label not in done and time.monotonic() < until - 10:
-        report(args.out, label, gb_per_s=rounded(disk_speed("/dev/shm", args.tokens * (8 * args.hidden + 8), 128, False, threads=1)))
+        report(args.out, label, gb_per_s=rounded(disk_speed("/dev/shm", args.tokens * (8 * hidden + 8), 128, False, threads=1)))
 
 
 def disk_speed(where, size, files, sync, threads=16):
@@ -279,6 +281,7 @@ if __name__ == "__main__":
     p.add_argument("--rows", type=int, default=100_000, help="memory: rows (default 100000)")
     p.add_argument("--prompts", type=int, default=768, help="speed: prompts a measurement (default 768: 19 s at 42,000 tok/s; the first and the last second are not like the others)")
     p.add_argument("--tokens", type=int, default=1024, help="speed: ids a prompt (default 1024)")
+    p.add_argument("--target", type=Path, default=None, help="speed: a directory whose shape is served with dummy weights (default a Llama of --hidden)")
     p.add_argument("--hidden", type=int, default=4096, help="speed: hidden size of the dummy target (default 4096)")
     p.add_argument("--depth", type=int, default=32, help="speed: its layers (default 32)")
     p.add_argument("--window", type=int, default=4, help="speed: GiB of states in flight (default 4)")

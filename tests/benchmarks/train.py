@@ -5,7 +5,8 @@
 
 The states are random numbers of the right shape, rows of equal length, so that both fill their packs alike.  Both run in turn,
 `--repeat` times; a speed is that between the first report after 10 steps and the last of the epoch, so start, compilation,
-validation and checkpoints are left out.  Prints one JSON line: both medians, and the ratio that counts.
+validation and checkpoints are left out.  Prints each pass, the shares of time of 04's last reports, and at the end one JSON line:
+both medians, and the ratio that counts.
 """
 import argparse
 import json
@@ -63,7 +64,9 @@ def ours(root, out, args):
     subprocess.run([sys.executable, "scripts/04_train.py", "--tokens", root / "02", "--states", root / "03", "--model", root / "target",
                     "--out", out, "--draft-vocab", str(args.draft_vocab), "--epochs", "1", "--pack-tokens", str(args.pack),
                     "--batch-tokens", str(args.pack * int(os.environ.get("NPROC", 1)))], cwd=ROOT, check=True)
-    return [(row["step"], row["time"]) for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    print(json.dumps({"time_in": rows[-1]["time_in"]}), flush=True)
+    return [(row["step"], row["time"]) for row in rows]
 
 
 def theirs(root, out, args):
@@ -142,6 +145,7 @@ def main():
                 (first, began), (last, ended) = seen[0], seen[-1]
                 per_step = args.pack // args.length * (args.length - 1) * int(os.environ.get("NPROC", 1))
                 speeds[name].append((last - first) * per_step / (ended - began))
+                print(f"pass {k} {name:>6}: {speeds[name][-1]:.0f} tokens/s", flush=True)
     found = {name: round(statistics.median(values), 1) for name, values in speeds.items()}
     print(json.dumps({"tokens_per_s": found, "ratio": round(found["ours"] / found["theirs"], 3), "all": speeds, **vars(args),
                       "nproc": os.environ.get("NPROC", "1")}))
