@@ -103,7 +103,9 @@ def estimate(commands):
     prompts = count(generate["prompts"]) if generate else then
     answers, cost, *usage = (scaled(made.get(k), prompts, then)
                              for k in ("rows_out", "cost", "prompt_tokens", "completion_tokens"))  # cost: as the API told
-    tokens, held = (scaled(prepared.get(k), answers, prepared.get("rows_in")) for k in ("tokens", "val_samples"))
+    tokens, held = scaled(prepared.get("tokens"), answers, prepared.get("rows_in")), None
+    if past.get(PREPARE, (None,))[0] and answers:  # 02 draws rows by their share: 11 of a probe's 58 told nothing of 151, which held 9 out
+        held = answers * float(flags((past[PREPARE][0] / "args").read_text())["val-share"])
     asked = [n if n is not None else held if Path(path).name == "heldout.jsonl" else math.inf  # a set that make gets has enough
              for path in commands.get(EVAL, {}).get("eval-prompts", "").split() for n in [count(path)]]
     if "prices" in generate and None not in usage:
